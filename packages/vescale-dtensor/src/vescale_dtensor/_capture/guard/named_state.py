@@ -440,15 +440,6 @@ class NamedState:
     def _take_wrapped(self, value: Any, origin: Origin | None) -> None:
         self._queue.append((value.__wrapped__, origin))
 
-    def _take_weak(self, value: Any, origin: Origin | None) -> None:
-        self._queue.append((value(), origin))
-
-    def _take_variable(self, value: Any, origin: Origin | None) -> None:
-        at = Origin(origin, ".get()", value.name)
-        look = Look(partial(value.get, MISSING), value.get(MISSING), at)
-        self.looks.append(look)
-        self._queue.append((look.was, at))
-
     def _take_captured(self, value: Any, origin: Origin | None) -> None:
         self._queue.append((value.function, origin))
 

@@ -25,7 +25,7 @@ from vescale_dtensor._capture.record.unsupported import OF_FUNCTION, refused
 from vescale_dtensor._capture.record.wrapper_snapshot import WrapperSnapshot
 from vescale_dtensor._layout.notation import short_dtype
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._torch.compat import hidden_node, storage_identity
+from vescale_dtensor._torch.compat import storage_identity
 
 _PYTHON: tuple[type, ...] = (bool, int, float, complex, str, type(None), type(...))
 _TORCH: tuple[type, ...] = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -186,8 +186,8 @@ class TracedGraph:
         if tensor.requires_grad and not tensor.is_leaf:
             raise refused(
                 f"{_described(tensor)} comes from outside and has a history that gradients would "
-                "flow back through, which one call can do only once. Pass it as an argument, or "
-                "detach() it"
+                "flow back through, which one call can do only once. Call detach(), or pass the "
+                "tensor as an argument"
             )
         wrapper = self.outside.wrapper_of(tensor)
         name = f"free_{len(self.sources)}"
@@ -282,15 +282,13 @@ class TracedGraph:
         """Ask whether writes have given arguments the histories that the program gives them.
 
         Raises:
-            CaptureError: a custom Function wrote to one, and nothing has used it since.
+            CaptureError: a custom Function wrote to one, and nothing has used it since. To a
+                DTensor none can: autograd takes every wrapper for a leaf.
         """
         for node, (reference, _) in self.versions.items():
             tensor = reference()
             if tensor is not None and self.was_written(node):
                 self.node_of(tensor)
-        for wrapper, source in self._wrappers:
-            if source.index is not None and hidden_node(wrapper) is not None:
-                raise refused(OF_FUNCTION)
 
     def meet(self, wrapper: DTensor) -> None:
         """See a DTensor in a call of the function."""

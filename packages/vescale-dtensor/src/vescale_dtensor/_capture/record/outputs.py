@@ -19,7 +19,7 @@ from vescale_dtensor._autograd.redistribution_cache import CachedRedistribution
 from vescale_dtensor._autograd.uses import UseAliases
 from vescale_dtensor._capture.guard.call_key import LEAVES, cached_uses
 from vescale_dtensor._capture.guard.kinds import kind_of_class
-from vescale_dtensor._capture.guard.places import MISSING, OF_TENSORS
+from vescale_dtensor._capture.guard.places import MISSING
 from vescale_dtensor._capture.guard.records import Form, flatten, is_record, unflatten
 from vescale_dtensor._capture.record.graph import TracedGraph
 from vescale_dtensor._capture.record.unsupported import OF_FUNCTION, refused
@@ -139,11 +139,6 @@ def _make(value: Any, flat: list[Any], trace: TracedGraph, results: list[fx.Node
             return _Argument(index)
     if not isinstance(value, Tensor):
         return _of_python(value, trace)
-    if value not in trace.outside and _attributes(value):
-        raise refused(
-            f"a tensor is returned on which the function sets {', '.join(_attributes(value))}, "
-            "which replays would leave out. Return it beside the tensor"
-        )
     # The very object that the recording met: the guards see to it that code reaches the same one.
     if value in trace.outside:
         return _Same(value)
@@ -153,13 +148,11 @@ def _make(value: Any, flat: list[Any], trace: TracedGraph, results: list[fx.Node
         raise refused(OF_FUNCTION)
     # Its wrapper belongs to the leaf, which may replace it at the next accumulation.
     if value._grad_of is not None:
-        raise refused("the gradient of a parameter is returned; read p.grad after the call")
+        raise refused(
+            "the gradient of a parameter is returned, of which each call has another one. Read "
+            "p.grad after the call"
+        )
     return _wrapped(value, trace, results)
-
-
-def _attributes(tensor: Tensor) -> set[str]:
-    """The names of what users have set on a tensor."""
-    return tensor.__dict__.keys() - OF_TENSORS
 
 
 def _of_python(value: Any, trace: TracedGraph) -> Make:

@@ -208,7 +208,7 @@ class Recorder(TorchFunctionMode):
             check_recordable(name, args, kwargs)  # before any communication
             if name == "retain_grad" and not args[0].is_leaf:
                 raise refused(
-                    "retain_grad() of a tensor inside: a replay makes no such tensor. Return it, "
+                    "retain_grad() of a tensor inside, that a replay would not renew. Return it, "
                     "and call retain_grad() on what is returned"
                 )
             self._call = public_name(func), user_line()
@@ -421,7 +421,10 @@ class Recorder(TorchFunctionMode):
         for handle in self._hooks:
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id not in hooks:
-                raise refused("a gradient hook is registered and removed inside; do it outside")
+                raise refused(
+                    "a gradient hook is registered and removed inside, where replays would keep "
+                    "the first. Do it outside"
+                )
         self.modes.follow(self._start, True)
         self.trace.check_histories()
         # Last: uses that follow in later steps would be missing.

@@ -71,7 +71,8 @@ class Surroundings:
         if generator_states() != self._generators:
             raise refused(
                 "a random generator was moved by something other than a torch function "
-                "(manual_seed, set_state, fork_rng), which a replay would leave out. Do it outside"
+                "(manual_seed, set_state, fork_rng), which a replay would leave out. Change it "
+                "outside"
             )
         now = GlobalState(*global_state())
         if _fixed(now) != _fixed(self._start):

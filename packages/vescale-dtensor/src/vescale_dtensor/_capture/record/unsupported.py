@@ -150,8 +150,9 @@ def check_recordable(name: str, args: Any, kwargs: dict[str, Any]) -> None:
         )
     if _shaped_by_values(name, args, kwargs):
         raise refused(
-            f"the shape of the result of {name} depends on values, and a program has one shape for "
-            "everything. Use a mask (torch.where, masked_fill), or call it outside"
+            f"{name} reads the value of a tensor for the shape of its result, which depends on "
+            "values, and a program has one shape for everything. Use a mask (torch.where, "
+            "masked_fill), or call it outside"
         )
 
 
