@@ -43,7 +43,7 @@ from vescale_dtensor._capture.replay.replay_check import (
 from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._errors import CaptureError
-from vescale_dtensor._layout.executed import all_say
+from vescale_dtensor._layout.execution_events import all_say
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import dispatch_modes, function_modes, jit_traces

@@ -26,12 +26,12 @@ from vescale_dtensor._dispatch.execute import (
     refuse_view_of_leaf,
 )
 from vescale_dtensor._dispatch.observers import notify_fallback
-from vescale_dtensor._dispatch.overlapping import copy_into, refuse_overlapping
+from vescale_dtensor._dispatch.overlapping_writes import copy_into, refuse_overlapping
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
-from vescale_dtensor._dispatch.ways_back import note_ways_back
+from vescale_dtensor._dispatch.view_inverses import note_ways_back
 from vescale_dtensor._dispatch.writes import WriteWatch, foretold_writes
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._layout.executed import generator_in, record_if_drawn, state_before
+from vescale_dtensor._layout.execution_events import generator_in, record_if_drawn, state_before
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Replicate
 from vescale_dtensor._layout.spec import order_of, spec_of, with_strides
@@ -84,7 +84,7 @@ def run_replicated(call: OpCall) -> Any:
             refuse_leaf(call.operands[index])
         # Of `x[0] = …` the part counts: torch looks at that, in memory that lies as on one device.
         if call.func is not torch.Tensor.__setitem__:
-            refuse_overlapping(call.operands[index], call.func, len(call.operands))
+            refuse_overlapping(call.operands[index], call.func, call.operands)
     locals_ = _locals(call, mesh)
     watch = WriteWatch(call, locals_)
     # To tell afterwards whether autograd recorded a write: then it has to be recorded back, too.

@@ -14,7 +14,7 @@ import torch
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.execute import after_mutation, local_of, refuse_view_of_leaf
-from vescale_dtensor._dispatch.overlapping import copy_into, refuse_overlapping
+from vescale_dtensor._dispatch.overlapping_writes import copy_into, refuse_overlapping
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan, function_name
@@ -54,7 +54,7 @@ def mutate_via_copy(call: OpCall, index: int, layout: Layout) -> Any:
     target = call.operands[index]
     assert isinstance(target, DTensor)
     check_writable(target, function_name(call.func))
-    refuse_overlapping(target, call.func, len(call.operands))
+    refuse_overlapping(target, call.func, call.operands)
     # A clone: the redistributed tensor may be a cached one that other uses share.
     copy: Any = redistributed(target, layout).clone()
     args, kwargs = call.replaced([copy if i == index else o for i, o in enumerate(call.operands)])

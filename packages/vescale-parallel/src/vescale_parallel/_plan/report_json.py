@@ -35,7 +35,7 @@ def report_json(report: Report) -> str:
             }
             for row in report.buffers
         ],
-        "behind": None if report.behind is None else asdict(report.behind),
+        "reduce_ahead": None if report.reduce_ahead is None else asdict(report.reduce_ahead),
         "batch_is": report.batch_is,
         "recomputed": [
             {"module": row.module, "rule": row.rule, "kind": row.kind, "saved": list(row.saved)}

@@ -4,7 +4,7 @@ With `capture(..., refused="run")` a refusal ends the recording and not the func
 written, drawn random numbers and communicated by then: its remaining calls run as in eager mode.
 Without, all ranks raise, or none does. Whether the others refuse the same call is not asked: they
 may replay it, or be late. The refusal is an event instead, which all ranks come to or none may
-(`_layout/executed.py`): a rank that goes on has another event in its place, and both are told.
+(`_layout/execution_events.py`): a rank that goes on has another event in its place, and both are told.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vescale_comm import CommMismatchError
 from vescale_dtensor._capture.guard.code_files import is_users
 from vescale_dtensor._capture.record.unsupported import refused
 from vescale_dtensor._errors import CaptureError
-from vescale_dtensor._layout.executed import record
+from vescale_dtensor._layout.execution_events import record
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
 
