@@ -4,7 +4,8 @@ With `capture(..., refused="run")` a refusal ends the recording and not the func
 written, drawn random numbers and communicated by then: its remaining calls run as in eager mode.
 Without, all ranks raise, or none does. Whether the others refuse the same call is not asked: they
 may replay it, or be late. The refusal is an event instead, which all ranks come to or none may
-(`_layout/execution_events.py`): a rank that goes on has another event in its place, and both are told.
+(`_layout/execution_events.py`): a rank that goes on has another event in its place, and both are
+told.
 """
 
 from __future__ import annotations
