@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import trace as traced
 
 from vescale_dtensor._capture.guard.call_key import KeyedCall, check_arguments, kind_of, met_in
-from vescale_dtensor._capture.guard.free_tensors import Given, Outsiders
+from vescale_dtensor._capture.guard.free_tensors import ArgumentTensors, Outsiders
 from vescale_dtensor._capture.guard.global_state import GlobalState
 from vescale_dtensor._capture.guard.module_guards import ModuleGuard
 from vescale_dtensor._capture.guard.named_state import NamedState
@@ -308,7 +308,7 @@ class Captured:
 
     def _record(self, call: KeyedCall) -> Any:
         """Run the function for one call, and keep a program of it if that is sound."""
-        given = Given(call)
+        given = ArgumentTensors(call)
         try:
             # Before anything runs, so that a refusal leaves no side effects.
             check_arguments(call.flat)
@@ -372,7 +372,12 @@ class Captured:
             )
 
     def _keep(
-        self, call: KeyedCall, state: NamedState, recorder: Recorder, given: Given, outputs: Any
+        self,
+        call: KeyedCall,
+        state: NamedState,
+        recorder: Recorder,
+        given: ArgumentTensors,
+        outputs: Any,
     ) -> None:
         """Make a program of a call that was recorded, if that is sound.
 

@@ -22,7 +22,7 @@ from vescale_dtensor._capture.guard.kinds import kind_of_class
 from vescale_dtensor._capture.guard.places import MISSING
 from vescale_dtensor._capture.guard.records import Form, flatten, is_record, unflatten
 from vescale_dtensor._capture.record.graph import TracedGraph
-from vescale_dtensor._capture.record.unsupported import OF_FUNCTION, refused
+from vescale_dtensor._capture.record.unsupported import OF_FUNCTION, refusal
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import mark_copy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
@@ -145,10 +145,10 @@ def _make(value: Any, flat: list[Any], trace: TracedGraph, results: list[fx.Node
     if not isinstance(value, DTensor):
         return _Plain(_result(value, trace, results))
     if hidden_node(value) is not None:  # what a Function returned, and no op has used
-        raise refused(OF_FUNCTION)
+        raise refusal(OF_FUNCTION)
     # Its wrapper belongs to the leaf, which may replace it at the next accumulation.
     if value._grad_of is not None:
-        raise refused(
+        raise refusal(
             "the gradient of a parameter is returned, of which each call has another one. Read "
             "p.grad after the call"
         )
@@ -165,7 +165,7 @@ def _of_python(value: Any, trace: TracedGraph) -> Make:
     constant = kind_of_class(type(value)) == "constant" and not isinstance(value, slice)
     if constant or isinstance(value, Enum):
         return _Same(value)
-    raise refused(
+    raise refusal(
         f"a {type(value).__name__} that the function makes is returned, of which each call would "
         "return the first one. Return what is in it, in a tuple, list or dict"
     )
