@@ -182,14 +182,13 @@ class Captured:
                 self._twins[world] = self._as_new(self._function)
             return self._twins[world]
 
-    @property
     def _own(self) -> Captured:
         return self._of_this_rank() if self._twins else self
 
     @property
     def programs(self) -> list[Program]:
         """What was recorded, the last used first."""
-        return self._own._programs
+        return self._own()._programs
 
     @property
     def refusal(self) -> str | None:
@@ -197,22 +196,22 @@ class Captured:
 
         The words of the error that would have been raised.
         """
-        return self._own._refusal
+        return self._own()._refusal
 
     @property
     def replays(self) -> int:
         """How many calls were replayed."""
-        return self._own._misses.replays
+        return self._own()._misses.replays
 
     @property
     def comparisons(self) -> int:
         """How many of these were compared with the function, which ran as well."""
-        return self._own._compared.count
+        return self._own()._compared.count
 
     @property
     def uncompared(self) -> str | None:
         """Why replays, or a part of what they give, are not compared with the function, if so."""
-        return self._own._compared.why_not(self._own._programs)
+        return self._own()._compared.why_not(self._own()._programs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the program for this call; record it first if there is none."""
