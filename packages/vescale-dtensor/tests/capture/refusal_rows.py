@@ -123,19 +123,17 @@ def leaving(change, new, old):
     return function
 
 
-def tagged(x):
-    y = x * 2
-    y.tag = 3
-    return y
-
-
 # In the order of the guide: the words of the error, and functions that are refused with them.
 ROWS = [
-    ("reads the value of a tensor", lambda x: x.sum().item(), lambda x: x if x.sum() > 3 else -x),
+    (
+        "reads the value of a tensor",
+        lambda x: x.sum().item(),
+        lambda x: x if x.sum() > 3 else -x,
+        lambda x: x[x > 0],
+        lambda x: x.unique(),
+    ),
     ("the step of an optimizer", Built(stepping)),
-    ("replays would keep the first", hooked),
-    ("registered and removed inside", unhooked),
-    ("depends on values", lambda x: x[x > 0], lambda x: x.unique()),
+    ("replays would keep the first", hooked, unhooked),
     (
         "in call after call",
         *map(keeping, KEEPERS),
@@ -151,18 +149,18 @@ ROWS = [
         lambda x: Gathered.apply(x * torch.ones(4, requires_grad=True)) * 2,
         lambda x: with_backward_hook()(x * torch.ones(4, requires_grad=True)) * 2,
     ),
-    ("that torch's overrides do not see", lambda x: x + torch.from_numpy(numpy.ones(4, dtype="f"))),
     (
-        "is active inside",
+        "pass the tensor as an argument",
+        lambda x: x + torch.from_numpy(numpy.ones(4, dtype="f")),
+        Built(with_history),
+    ),
+    (
+        "and pass what it gives",
         lambda x: x * torch.func.grad(torch.sum)(torch.ones(4)),
         lambda x: x * torch.vmap(torch.neg)(torch.ones(4)),
+        lambda x: x * torch.eye(4).to_sparse().to_dense().sum(0),
     ),
-    ("that is not strided", lambda x: x * torch.eye(4).to_sparse().to_dense().sum(0)),
     ("raw collectives", lambda x: dist.all_reduce(x.to_local().clone())),
-    (
-        "a random generator was moved",
-        lambda x: torch.nn.functional.dropout(x + torch.manual_seed(3).initial_seed()),
-    ),
     (
         "saved-tensor hooks",
         lambda x: checkpoint(torch.sin, x * torch.ones(4, requires_grad=True), use_reentrant=False),
@@ -178,19 +176,17 @@ ROWS = [
         leaving(torch.set_default_dtype, torch.float64, torch.float32),
         leaving(torch.use_deterministic_algorithms, True, False),
         leaving(torch.set_num_threads, 2, 1),
+        lambda x: torch.nn.functional.dropout(x + torch.manual_seed(3).initial_seed()),
     ),
     (
         "that a replay would not renew",
         lambda x: x * x.to_local()._version,
         lambda x: x * x.to_local().is_shared(),
+        retained,
     ),
     ("before it is initialized", Built(lambda: nn.LazyLinear(4))),
     ("has been replaced", with_another_method),
-    ("on which the function sets", tagged),
-    ("a replay makes no such tensor", retained),
-    ("Pass it as an argument", Built(with_history)),
     ("Write into it: p", Built(storing_a_gathered_parameter)),
-    ("read p.grad after", Built(returning_a_gradient)),
     (
         "is returned, of which each call",
         lambda x: {x.dim()},
@@ -198,5 +194,6 @@ ROWS = [
         lambda x: [x].__getitem__,
         lambda x: lambda: x.dim(),
         ValueError,
+        Built(returning_a_gradient),
     ),
 ]

@@ -5,13 +5,11 @@ compared with eager mode: after the first change it is recorded anew, after the 
 """
 
 import collections
-import contextvars
 import dataclasses
 import enum
 import functools
 import queue
 import types
-import weakref
 
 import pytest
 import torch
@@ -247,7 +245,6 @@ def indirect():
     optimizer = torch.optim.SGD([weight], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     table = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-    variable = contextvars.ContextVar("variable", default=2.0)
     factor = assign("FACTOR", 3.0)
 
     def swap(table):
@@ -277,12 +274,6 @@ def indirect():
             collections.UserDict(a=2.0),
             lambda it: it.update(a=3.0),
         ),
-        "a weak reference": (
-            lambda x, it: x * it().size,
-            weakref.ref(kept),
-            lambda it: sets("size")(kept),
-        ),
-        "a context variable": (lambda x, it: x * it.get(), variable, lambda it: it.set(3.0)),
         "keys of modules": (lambda x, it: it["a"](x), table, swap),
         "a learning rate": (
             lambda x, it: x * it.param_groups[0]["lr"],

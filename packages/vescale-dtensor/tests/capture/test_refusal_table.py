@@ -32,7 +32,7 @@ def refusals():
     for path in sorted(Path(vescale_dtensor._capture.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             called = isinstance(node, ast.Call) and getattr(node.func, "id", "")
-            words = ast.unparse(node.args[0]) if called in ("refused", "CaptureError") else ""
+            words = ast.unparse(node.args[0]) if called in ("refusal", "CaptureError") else ""
             # Of others the words are made elsewhere; and what a check finds is no refusal.
             if len(words.split()) > 4 and "differs from the function" not in words:
                 yield path.name, words

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import trace as traced
 
 from vescale_dtensor._capture.guard.call_key import KeyedCall, check_arguments, kind_of, met_in
-from vescale_dtensor._capture.guard.free_tensors import Given, Outsiders
+from vescale_dtensor._capture.guard.free_tensors import ArgumentTensors, Outsiders
 from vescale_dtensor._capture.guard.global_state import GlobalState
 from vescale_dtensor._capture.guard.module_guards import ModuleGuard
 from vescale_dtensor._capture.guard.named_state import NamedState
@@ -182,10 +182,13 @@ class Captured:
                 self._twins[world] = self._as_new(self._function)
             return self._twins[world]
 
+    def _own(self) -> Captured:
+        return self._of_this_rank() if self._twins else self
+
     @property
     def programs(self) -> list[Program]:
         """What was recorded, the last used first."""
-        return (self._of_this_rank() if self._twins else self)._programs
+        return self._own()._programs
 
     @property
     def refusal(self) -> str | None:
@@ -193,23 +196,22 @@ class Captured:
 
         The words of the error that would have been raised.
         """
-        return (self._of_this_rank() if self._twins else self)._refusal
+        return self._own()._refusal
 
     @property
     def replays(self) -> int:
         """How many calls were replayed."""
-        return (self._of_this_rank() if self._twins else self)._misses.replays
+        return self._own()._misses.replays
 
     @property
     def comparisons(self) -> int:
         """How many of these were compared with the function, which ran as well."""
-        return (self._of_this_rank() if self._twins else self)._compared.count
+        return self._own()._compared.count
 
     @property
     def uncompared(self) -> str | None:
         """Why replays, or a part of what they give, are not compared with the function, if so."""
-        own = self._of_this_rank() if self._twins else self
-        return own._compared.why_not(own._programs)
+        return self._own()._compared.why_not(self._own()._programs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the program for this call; record it first if there is none."""
@@ -305,7 +307,7 @@ class Captured:
 
     def _record(self, call: KeyedCall) -> Any:
         """Run the function for one call, and keep a program of it if that is sound."""
-        given = Given(call)
+        given = ArgumentTensors(call)
         try:
             # Before anything runs, so that a refusal leaves no side effects.
             check_arguments(call.flat)
@@ -369,7 +371,12 @@ class Captured:
             )
 
     def _keep(
-        self, call: KeyedCall, state: NamedState, recorder: Recorder, given: Given, outputs: Any
+        self,
+        call: KeyedCall,
+        state: NamedState,
+        recorder: Recorder,
+        given: ArgumentTensors,
+        outputs: Any,
     ) -> None:
         """Make a program of a call that was recorded, if that is sound.
 

@@ -70,10 +70,10 @@ def exactly(value: Any) -> Any:
     if kind in (set, frozenset):
         return kind, tuple(map(exactly, value))
     # Without `==`, which may be the user's and leave attributes out.
-    return kind, _Held(value)
+    return kind, _ById(value)
 
 
-class _Held:
+class _ById:
     """An object compared by identity; held, so that no other gets its address."""
 
     __slots__ = ("value",)
@@ -82,7 +82,7 @@ class _Held:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and same(self.value, other.value)
+        return isinstance(other, _ById) and same(self.value, other.value)
 
     def __hash__(self) -> int:
         # By type alone: equal partials and methods are other objects each time.

@@ -158,7 +158,7 @@ class OutsideTensors:
         return wrapper if wrapper is not None and wrapper._local_tensor is local else None
 
 
-class Given:
+class ArgumentTensors:
     """The tensors among the arguments of a call, before the function ran.
 
     Args:
@@ -180,7 +180,7 @@ class Outsiders:
         given: the arguments of the call.
     """
 
-    def __init__(self, tensors: OutsideTensors, gradients: bool, given: Given) -> None:
+    def __init__(self, tensors: OutsideTensors, gradients: bool, given: ArgumentTensors) -> None:
         # Held, so that no other tensor gets the address of one.
         self._others = tensors.holders()
         self._met = {id(tensor): tensor for tensor in self._others}

@@ -103,7 +103,7 @@ class Contents:
 
 
 @dataclass(eq=False, slots=True)
-class Look:
+class SingleValue:
     """Any other place: a variable of a closure, a slot, what a function is made of.
 
     Attributes:
@@ -119,7 +119,7 @@ class Look:
     counts: bool = True
 
 
-Place = Namespace | Contents | Look
+Place = Namespace | Contents | SingleValue
 
 
 class NamedState:
@@ -147,7 +147,7 @@ class NamedState:
         self.modules: list[nn.Module] = []
         self.spaces: list[Namespace] = []
         self.contents: list[Contents] = []
-        self.looks: list[Look] = []
+        self.looks: list[SingleValue] = []
         self.parts: list[Contents] = []
         self.codes: list[CodeType] = []
         self.attributes: set[str] = {"forward"}  # which modules call without a name of the user's
@@ -157,7 +157,7 @@ class NamedState:
         # With the namespace of those that code has not named, whose `__init__` it does not call.
         self._classes: dict[type, Namespace | None] = {}
         # By name: the places that hold one of that name, which no code has named so far.
-        self._pending: defaultdict[str, list[Namespace | Look]] = defaultdict(list)
+        self._pending: defaultdict[str, list[Namespace | SingleValue]] = defaultdict(list)
         self._groups: list[tuple[dict[str, Any], Origin]] = []
         self._globals: dict[int, Namespace] = {}
         # A list in place of recursion: chains of objects may be longer than Python's stack.
@@ -206,8 +206,8 @@ class NamedState:
             elif space.names is None:
                 self._pending[name].append(space)
 
-    def _follow(self, space: Namespace | Look, name: str) -> None:
-        if isinstance(space, Look):
+    def _follow(self, space: Namespace | SingleValue, name: str) -> None:
+        if isinstance(space, SingleValue):
             space.counts = True
             self._queue.append((space.was, space.origin))
             return
@@ -258,7 +258,9 @@ class NamedState:
             self._read_code(code, value.__globals__)
         if users and not is_installed(code.co_filename):
             place = Origin(None, f"default of {value.__name__}", "__defaults__")
-            self.looks.append(Look(partial(function_state, value), function_state(value), place))
+            self.looks.append(
+                SingleValue(partial(function_state, value), function_state(value), place)
+            )
             self._meet_all(value.__defaults__ or (), place)
             self._meet_all((value.__kwdefaults__ or {}).values(), place)
         if users:
@@ -278,7 +280,7 @@ class NamedState:
         if id(cell) not in self._known:
             self._known[id(cell)] = cell
             held = in_cell(cell)
-            self.looks.append(Look(partial(in_cell, cell), held, origin))
+            self.looks.append(SingleValue(partial(in_cell, cell), held, origin))
             if origin.name != "__class__":
                 self._queue.append((held, origin))
             elif isinstance(held, type):  # of `super()`, which makes no instance
@@ -317,7 +319,7 @@ class NamedState:
         for name, slot in slots_of(type(value)).items():
             if name not in self.unguarded:
                 at, found = Origin(origin, f".{name}", name), in_slot(slot, value)
-                look = Look(partial(in_slot, slot, value), found, at, counts=False)
+                look = SingleValue(partial(in_slot, slot, value), found, at, counts=False)
                 self.looks.append(look)
                 if name in self.attributes or reads_all(type(value)):
                     self._follow(look, name)
@@ -439,15 +441,6 @@ class NamedState:
 
     def _take_wrapped(self, value: Any, origin: Origin | None) -> None:
         self._queue.append((value.__wrapped__, origin))
-
-    def _take_weak(self, value: Any, origin: Origin | None) -> None:
-        self._queue.append((value(), origin))
-
-    def _take_variable(self, value: Any, origin: Origin | None) -> None:
-        at = Origin(origin, ".get()", value.name)
-        look = Look(partial(value.get, MISSING), value.get(MISSING), at)
-        self.looks.append(look)
-        self._queue.append((look.was, at))
 
     def _take_captured(self, value: Any, origin: Origin | None) -> None:
         self._queue.append((value.function, origin))

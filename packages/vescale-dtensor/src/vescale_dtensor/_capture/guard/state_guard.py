@@ -12,9 +12,9 @@ from vescale_dtensor._capture.guard.equality import exactly, same
 from vescale_dtensor._capture.guard.kinds import values_of
 from vescale_dtensor._capture.guard.named_state import (
     Contents,
-    Look,
     NamedState,
     Namespace,
+    SingleValue,
     function_state,
     in_cell,
 )
@@ -35,7 +35,7 @@ class StateGuard:
 
     def __init__(self, state: NamedState) -> None:
         # What failed last: where a value takes turns, many programs fail by the same place.
-        self._suspect: _Row | Contents | Look | None = None
+        self._suspect: _Row | Contents | SingleValue | None = None
         rows = [_Row(space, state) for space in state.spaces]
         self._rows = [row for row in rows if row.names or row.absent or row.owner is not None]
         self._contents = state.contents
@@ -105,7 +105,7 @@ class StateGuard:
         """The first place that holds something else; None if there is none, which is kept."""
         # Slower, and decisive: `_is_identical` is also False where nothing differs, for equal
         # constants that are other objects, or names that no code reads.
-        places: list[_Row | Contents | Look] = [*self._rows, *self._contents, *self._looks]
+        places: list[_Row | Contents | SingleValue] = [*self._rows, *self._contents, *self._looks]
         for place in places:
             found = _difference(place)
             if found is not None:
@@ -153,7 +153,7 @@ def _direct(look: Any) -> Any:
     return look if slot is None or look() is MISSING else partial(slot.__get__, value, type(value))
 
 
-def _difference(place: _Row | Contents | Look) -> Origin | None:
+def _difference(place: _Row | Contents | SingleValue) -> Origin | None:
     """What of a place is another than it was."""
     if isinstance(place, _Row):
         return place.difference()

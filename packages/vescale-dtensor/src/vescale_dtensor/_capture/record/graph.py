@@ -21,11 +21,11 @@ from vescale_dtensor._autograd.leaf_gradient import LeafGradient
 from vescale_dtensor._capture.guard.call_key import cached_uses
 from vescale_dtensor._capture.guard.free_tensors import OutsideTensors, gradient_state, state_of
 from vescale_dtensor._capture.record.step_arguments import extras_of, items_of, made_inside, remade
-from vescale_dtensor._capture.record.unsupported import OF_FUNCTION, refused
+from vescale_dtensor._capture.record.unsupported import OF_FUNCTION, refusal
 from vescale_dtensor._capture.record.wrapper_snapshot import WrapperSnapshot
 from vescale_dtensor._layout.notation import short_dtype
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._torch.compat import hidden_node, storage_identity
+from vescale_dtensor._torch.compat import storage_identity
 
 _PYTHON: tuple[type, ...] = (bool, int, float, complex, str, type(None), type(...))
 _TORCH: tuple[type, ...] = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -178,16 +178,16 @@ class TracedGraph:
     def _add_free_tensor(self, tensor: Tensor) -> fx.Node:
         """A tensor from outside."""
         if is_lazy(tensor):  # which has neither a shape nor data, and torch's words mislead here
-            raise refused(
+            raise refusal(
                 "a parameter or buffer of a lazy module is used before it is initialized. Call "
                 "the function itself once, outside of capture"
             )
         # Backward frees what a history saved, so the second replay would fail in it.
         if tensor.requires_grad and not tensor.is_leaf:
-            raise refused(
+            raise refusal(
                 f"{_described(tensor)} comes from outside and has a history that gradients would "
-                "flow back through, which one call can do only once. Pass it as an argument, or "
-                "detach() it"
+                "flow back through, which one call can do only once. Call detach(), or pass the "
+                "tensor as an argument"
             )
         wrapper = self.outside.wrapper_of(tensor)
         name = f"free_{len(self.sources)}"
@@ -261,7 +261,7 @@ class TracedGraph:
             # Tensors are changed in place, also by nodes that no mode sees: such a tensor has a
             # node that the program would not make.
             if found.history != _history(tensor):
-                raise refused(OF_FUNCTION)
+                raise refusal(OF_FUNCTION)
             return found.node
         # Asked before `outside`: what is left on an argument is read from the argument of each
         # call.
@@ -271,7 +271,7 @@ class TracedGraph:
         # Neither made by a step nor met before: used as a constant, it would be this call's
         # forever.
         if tensor not in self.outside:
-            raise refused(
+            raise refusal(
                 f"{_described(tensor)} was made by something that torch's overrides do not see: "
                 "torch.from_numpy, a C++ extension, a custom autograd.Function, a torch.func "
                 "transform. Make it a torch.library.custom_op, or pass the tensor as an argument"
@@ -282,15 +282,13 @@ class TracedGraph:
         """Ask whether writes have given arguments the histories that the program gives them.
 
         Raises:
-            CaptureError: a custom Function wrote to one, and nothing has used it since.
+            CaptureError: a custom Function wrote to one, and nothing has used it since. To a
+                DTensor none can: autograd takes every wrapper for a leaf.
         """
         for node, (reference, _) in self.versions.items():
             tensor = reference()
             if tensor is not None and self.was_written(node):
                 self.node_of(tensor)
-        for wrapper, source in self._wrappers:
-            if source.index is not None and hidden_node(wrapper) is not None:
-                raise refused(OF_FUNCTION)
 
     def meet(self, wrapper: DTensor) -> None:
         """See a DTensor in a call of the function."""
@@ -401,7 +399,7 @@ class TracedGraph:
             # Tensors that earlier steps made are this call's; later calls would go on with them.
             inside = check and made_inside(value, self.outside.__contains__, self.met)
             if inside:
-                raise refused(
+                raise refusal(
                     f"a {type(value).__name__} that is given to a torch function (a gradient hook, "
                     f"say) holds {inside} that the function makes, of which replays would keep the "
                     "first. Write the values into a tensor from outside (copy_), and let it hold "

@@ -19,10 +19,10 @@ from vescale_dtensor._autograd.redistribution_cache import CachedRedistribution
 from vescale_dtensor._autograd.uses import UseAliases
 from vescale_dtensor._capture.guard.call_key import LEAVES, cached_uses
 from vescale_dtensor._capture.guard.kinds import kind_of_class
-from vescale_dtensor._capture.guard.places import MISSING, OF_TENSORS
+from vescale_dtensor._capture.guard.places import MISSING
 from vescale_dtensor._capture.guard.records import Form, flatten, is_record, unflatten
 from vescale_dtensor._capture.record.graph import TracedGraph
-from vescale_dtensor._capture.record.unsupported import OF_FUNCTION, refused
+from vescale_dtensor._capture.record.unsupported import OF_FUNCTION, refusal
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import mark_copy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
@@ -139,27 +139,20 @@ def _make(value: Any, flat: list[Any], trace: TracedGraph, results: list[fx.Node
             return _Argument(index)
     if not isinstance(value, Tensor):
         return _of_python(value, trace)
-    if value not in trace.outside and _attributes(value):
-        raise refused(
-            f"a tensor is returned on which the function sets {', '.join(_attributes(value))}, "
-            "which replays would leave out. Return it beside the tensor"
-        )
     # The very object that the recording met: the guards see to it that code reaches the same one.
     if value in trace.outside:
         return _Same(value)
     if not isinstance(value, DTensor):
         return _Plain(_result(value, trace, results))
     if hidden_node(value) is not None:  # what a Function returned, and no op has used
-        raise refused(OF_FUNCTION)
+        raise refusal(OF_FUNCTION)
     # Its wrapper belongs to the leaf, which may replace it at the next accumulation.
     if value._grad_of is not None:
-        raise refused("the gradient of a parameter is returned; read p.grad after the call")
+        raise refusal(
+            "the gradient of a parameter is returned, of which each call has another one. Read "
+            "p.grad after the call"
+        )
     return _wrapped(value, trace, results)
-
-
-def _attributes(tensor: Tensor) -> set[str]:
-    """The names of what users have set on a tensor."""
-    return tensor.__dict__.keys() - OF_TENSORS
 
 
 def _of_python(value: Any, trace: TracedGraph) -> Make:
@@ -172,7 +165,7 @@ def _of_python(value: Any, trace: TracedGraph) -> Make:
     constant = kind_of_class(type(value)) == "constant" and not isinstance(value, slice)
     if constant or isinstance(value, Enum):
         return _Same(value)
-    raise refused(
+    raise refusal(
         f"a {type(value).__name__} that the function makes is returned, of which each call would "
         "return the first one. Return what is in it, in a tuple, list or dict"
     )

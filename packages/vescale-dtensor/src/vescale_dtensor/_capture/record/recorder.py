@@ -52,7 +52,7 @@ from vescale_dtensor._capture.record.unsupported import (
     called_by_us,
     check_recordable,
     name_of,
-    refused,
+    refusal,
     user_line,
 )
 from vescale_dtensor._errors import CaptureError
@@ -142,7 +142,7 @@ class Recorder(TorchFunctionMode):
         """Refuse the step of an optimizer: a hook of all of them, in all threads."""
         if get_ident() != self._thread or (self._runs_on and self.failure is not None):
             return
-        error = refused(
+        error = refusal(
             f"the step of an optimizer ({type(optimizer).__name__}), of which replays would keep "
             "the numbers (a learning rate). Take the step outside; joint(...).with_optimizer, and "
             "vescale_parallel.graph.train_step, have it in the graph"
@@ -184,7 +184,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run a call and record it."""
         if _is_looked_into() or dispatch_modes() > self.regions.modes:
-            raise refused(
+            raise refusal(
                 "a transform (torch.func, vmap, forward_ad), a tracer or a dispatch mode (make_fx, "
                 "FakeTensorMode) is active inside, which a replay would leave out. Call it "
                 "outside, and pass what it gives"
@@ -207,8 +207,8 @@ class Recorder(TorchFunctionMode):
         if outermost:
             check_recordable(name, args, kwargs)  # before any communication
             if name == "retain_grad" and not args[0].is_leaf:
-                raise refused(
-                    "retain_grad() of a tensor inside: a replay makes no such tensor. Return it, "
+                raise refusal(
+                    "retain_grad() of a tensor inside, that a replay would not renew. Return it, "
                     "and call retain_grad() on what is returned"
                 )
             self._call = public_name(func), user_line()
@@ -249,7 +249,7 @@ class Recorder(TorchFunctionMode):
         """Run a call on plain tensors, and make a node of it if it is a step."""
         if func is joined_local:
             args[0]._may_have_hidden_node = True  # its next use, outside, joins it
-            raise refused(OF_FUNCTION)
+            raise refusal(OF_FUNCTION)
         name = name_of(func)
         # Modes are sampled at each step instead; metadata is fixed by guards.
         if name in _MODES or name in METADATA or (name in ASKED and called_by_us()):
@@ -346,8 +346,8 @@ class Recorder(TorchFunctionMode):
             return result
         # torch 2.11's checkpoint(use_reentrant=False) asks for this before it sets its hooks.
         if type(result).__name__ == "_NoopSaveInputsBackward":
-            raise refused(HOOKS_OF_SAVED_TENSORS)
-        raise refused(
+            raise refusal(HOOKS_OF_SAVED_TENSORS)
+        raise refusal(
             f"{name} gives Python a {type(result).__name__} that a replay would not renew. "
             "Keep to tensors, or call it outside"
         )
@@ -413,7 +413,7 @@ class Recorder(TorchFunctionMode):
         # What changed after the last step shows here: eager would leave it so, a replay does not.
         self._surroundings.check(None, "")
         if torch.is_grad_enabled() != self._start.grad:
-            raise refused(
+            raise refusal(
                 "the function leaves another grad mode than it found, which a replay would not. "
                 "Change it outside, or with no_grad() around steps"
             )
@@ -421,7 +421,10 @@ class Recorder(TorchFunctionMode):
         for handle in self._hooks:
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id not in hooks:
-                raise refused("a gradient hook is registered and removed inside; do it outside")
+                raise refusal(
+                    "a gradient hook is registered and removed inside, where replays would keep "
+                    "the first. Do it outside"
+                )
         self.modes.follow(self._start, True)
         self.trace.check_histories()
         # Last: uses that follow in later steps would be missing.
@@ -436,7 +439,7 @@ def _is_looked_into() -> bool:
 
 def _require_strided(name: str, given: list[Tensor]) -> None:
     if not _STRIDED.issuperset(map(_layout, given)):
-        raise refused(
+        raise refusal(
             f"{name} of a tensor that is not strided (sparse, say), whose memory a recording "
             "cannot tell apart. Call it outside, and pass what it gives"
         )

@@ -1,4 +1,4 @@
-"""Refusals: what runs on in their place, and what other ranks are told.
+"""Refusals: what runs on in their place, and how other ranks learn of them.
 
 With `capture(..., refused="run")` a refusal ends the recording and not the function, which may have
 written, drawn random numbers and communicated by then: its remaining calls run as in eager mode.
@@ -17,7 +17,7 @@ import torch
 from vescale_comm import CommMismatchError
 
 from vescale_dtensor._capture.guard.code_files import is_users
-from vescale_dtensor._capture.record.unsupported import refused
+from vescale_dtensor._capture.record.unsupported import refusal
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._layout.execution_events import record
 from vescale_dtensor._layout.layout import Layout
@@ -65,7 +65,7 @@ def check_not_replaced(func: FunctionType) -> None:
     """
     name = _replaced_in(func, (torch.Tensor, *_FUNCTIONS))
     if name is not None:
-        raise refused(
+        raise refusal(
             f"torch's {name} has been replaced, and torch calls the replacement twice "
             "where calls are recorded. Call your function by its own name"
         )

@@ -23,7 +23,7 @@ from vescale_dtensor._capture.nesting import is_inside, running_inside
 from vescale_dtensor._capture.record.generated_code import pin
 from vescale_dtensor._capture.record.graph import TracedGraph
 from vescale_dtensor._capture.record.surroundings import ProgramModes, Surroundings
-from vescale_dtensor._capture.record.unsupported import refused, user_line
+from vescale_dtensor._capture.record.unsupported import refusal, user_line
 from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._torch.compat import dispatch_modes, is_traced
 
@@ -284,7 +284,7 @@ def _check_again(steps: Sequence[fx.Node], line: str) -> None:
     for node in steps:
         outside = [memory for memory in node.meta.get("writes", ()) if memory not in made - given]
         if outside:
-            raise refused(
+            raise refusal(
                 f"a region that backward computes again ({line}) writes to a tensor that it has "
                 f"not made, by {node.meta.get('op', node.name)}, and would a second time. Leave "
                 "what writes (running statistics, counters) out of the region"

@@ -21,7 +21,7 @@ from vescale_dtensor._capture.guard.global_state import (
     leave_autocast,
     set_autocast,
 )
-from vescale_dtensor._capture.record.unsupported import refused
+from vescale_dtensor._capture.record.unsupported import refusal
 from vescale_dtensor._torch.compat import generator_states, saved_tensor_hooks, set_grad_mode
 
 # Fields of the global state that a program does not change on its way. The way of attention it may:
@@ -60,27 +60,28 @@ class Surroundings:
             CaptureError: with the line of user code.
         """
         if getattr(func, "__module__", None) == _RAW:
-            raise refused(
+            raise refusal(
                 f"torch.distributed.{name}: raw collectives write where they like. Use "
                 "vescale_comm's, or DTensor.redistribute"
             )
         # Those that were active before are at a replay, too: around checkpoint(capture(f), x).
         if saved_tensor_hooks() != self._saved_hooks:
-            raise refused(HOOKS_OF_SAVED_TENSORS)
+            raise refusal(HOOKS_OF_SAVED_TENSORS)
         # Each step notes the states that it left, so only something else can have moved them.
         if generator_states() != self._generators:
-            raise refused(
+            raise refusal(
                 "a random generator was moved by something other than a torch function "
-                "(manual_seed, set_state, fork_rng), which a replay would leave out. Do it outside"
+                "(manual_seed, set_state, fork_rng), which a replay would leave out. Change it "
+                "outside"
             )
         now = GlobalState(*global_state())
         if _fixed(now) != _fixed(self._start):
-            raise refused(
+            raise refusal(
                 "inference mode, the default dtype, the way of half_sums or the policy of random "
                 "numbers changes inside. Change it outside"
             )
         if backend_flags() != self._backends:
-            raise refused(
+            raise refusal(
                 "what chooses between kernels (sdpa_kernel, use_deterministic_algorithms, "
                 "set_num_threads, torch.backends) changes inside, which a replay would leave out. "
                 "Change it outside"

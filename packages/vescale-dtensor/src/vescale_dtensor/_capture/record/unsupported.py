@@ -121,7 +121,7 @@ def called_by_us() -> bool:
     return False
 
 
-def refused(why: str) -> CaptureError:
+def refusal(why: str) -> CaptureError:
     """The error for what cannot be recorded, with the line of user code."""
     return CaptureError(f"capture: {why}\n  at {user_line()}")
 
@@ -134,24 +134,25 @@ def check_recordable(name: str, args: Any, kwargs: dict[str, Any]) -> None:
     """
     # This package asks for storages to tell which tensors share memory, and reads nothing there.
     if name in READERS and not (name.startswith("untyped") and called_by_us()):
-        raise refused(
+        raise refusal(
             f"{name} reads the value of a tensor into Python, where a replay would go on with the "
             "old one. Keep it a tensor (torch.where, masked_fill), or read it outside"
         )
     if name in _OF_SCALERS:
-        raise refused(
+        raise refusal(
             "a GradScaler's part of the step of an optimizer, which replays would leave out of its "
             "state. Call unscale_, step and update outside; scale may be inside"
         )
     if name == "set_gathered_data":
-        raise refused(
+        raise refusal(
             "`.data =` of a parameter that is gathered for each call: a replay would not tell who "
             "stores it. Write into it: p.copy_(value) under no_grad"
         )
     if _shaped_by_values(name, args, kwargs):
-        raise refused(
-            f"the shape of the result of {name} depends on values, and a program has one shape for "
-            "everything. Use a mask (torch.where, masked_fill), or call it outside"
+        raise refusal(
+            f"{name} reads the value of a tensor for the shape of its result, which depends on "
+            "values, and a program has one shape for everything. Use a mask (torch.where, "
+            "masked_fill), or call it outside"
         )
 
 

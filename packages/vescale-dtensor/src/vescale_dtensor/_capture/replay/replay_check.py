@@ -247,7 +247,7 @@ class Comparison:
         )
 
     def _is_watched(self) -> bool:
-        """Whether somebody else is told of gradients at the ends of the graph, and told twice."""
+        """Whether somebody else sees gradients at the ends of the graph, and would twice."""
         given = [one for one in self.call.flat if isinstance(one, Tensor)]
         ends = [*leaves_of(self.program, self.call.flat), *given]
         return any(local_of(one).retains_grad or has_hooks(one) for one in ends)
