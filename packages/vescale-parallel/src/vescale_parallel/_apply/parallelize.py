@@ -10,7 +10,7 @@ from vescale_dtensor import Placement, distribute_tensor, set_gradient_reducer, 
 
 from vescale_parallel._apply.attention_install import Within, install_attention
 from vescale_parallel._apply.boundaries import DistributeBatch, install_boundary
-from vescale_parallel._apply.experts_install import install_experts
+from vescale_parallel._apply.experts_install import install_experts, install_local_rows
 from vescale_parallel._apply.gradients import (
     BUCKET_BYTES,
     BucketedReducer,
@@ -113,6 +113,7 @@ def parallelize(
     if not (isinstance(where, StagePlacements) and where.is_plain):
         _install_hooks(model, where.mesh, here, plan.batch_is)
         install_experts(model, here, where.mesh)
+        install_local_rows(model, here, where.mesh)
     if isinstance(where, StoredPlacements):
         install_zero(model, report, where, plan.prefetch)
     within = install_attention(model, plan.sequence)

@@ -16,7 +16,7 @@ from vescale_parallel._check.activations import (
 )
 from vescale_parallel._check.staged import staged_cost
 from vescale_parallel._checkpoint.resolve import RegionRow
-from vescale_parallel._common.messages import dtype_name, human_bytes, table
+from vescale_parallel._common.messages import dtype_name, human_bytes, listed, table
 from vescale_parallel._cost import (
     Cluster,
     Cost,
@@ -64,6 +64,7 @@ class Report:
         split: the stages of the model, or None.
         microbatches: into how many `forward_backward` divides a batch.
         experts: one row for each module of experts that the plan is about.
+        local_rows: names of modules that the plan lets compute on each rank's own rows.
         sequence: how attention of sharded sequences runs.
         captured: of a model that `parallelize(..., static=True)` returned, what became of each of
             its units so far.
@@ -87,6 +88,7 @@ class Report:
     split: Split | None = None
     microbatches: int = 1
     experts: tuple[ExpertsRow, ...] = ()
+    local_rows: tuple[str, ...] = ()
     captured: tuple[CapturedUnit, ...] = ()
     sequence: str = "auto"
 
@@ -220,6 +222,8 @@ class Report:
             parts.append(_boundaries(self.boundaries))
         if self.experts:
             parts.append(experts_table(self.experts))
+        if self.local_rows:
+            parts.append(f"each rank computes its own rows of {listed(self.local_rows)}")
         if self.regions:
             parts.append(self.activations.text())
         if self.invariant is not None:

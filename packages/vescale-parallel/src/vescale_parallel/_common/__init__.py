@@ -6,6 +6,7 @@
 - `messages`: lists of names, the names nearest to a wrong one, bytes as people read them.
 - `numbers`: numbers on command lines, within bounds.
 - `written`: whether a tensor has other values than before.
+- `twins`: modules that compute with other tensors in the place of their parameters.
 - `interrupted`: what forwards have begun, ended also where the program is interrupted.
 - `optimizer_hooks`: what hears of the steps of all optimizers. `plain_steps`: plain tensors that a
   helper steps in an optimizer's place.

@@ -114,8 +114,8 @@ class Plan:
         microbatches: into how many `forward_backward` divides a batch, with stages or without.
         experts: the axis, or axes as "dp, ep", over which experts are sharded: tokens are sent to
             the ranks that hold the experts which they chose. Or glob over module names to that, for
-            modules that do not say by themselves that they hold experts. The batch is sharded
-            over such an axis as over any other, by `batch`.
+            modules that do not say by themselves that they hold experts. `batch` names it, too.
+        local_rows: glob, or globs, over modules of which ranks compute their rows: `local_rows`.
         sequence: how attention runs where `batch` shards sequences: "ring", "ulysses" (rows are
             exchanged for heads), "gather" (of all keys), or "auto", the cheapest.
 
@@ -148,6 +148,7 @@ class Plan:
     pipeline: Mapping[str, Any] | None = None
     microbatches: int | None = None
     experts: str | Mapping[str, str] | None = None
+    local_rows: str | tuple[str, ...] | None = None
     sequence: AttentionWay = "auto"
 
     def __post_init__(self) -> None:
@@ -166,7 +167,7 @@ class Plan:
         object.__setattr__(self, "pipeline", read_schedule(self.pipeline))
         for name, spell in (("precision", spelled), ("offload", spelled_offload)):
             object.__setattr__(self, name, spell(getattr(self, name)))
-        for name in ("units", "owned", "block"):
+        for name in ("units", "owned", "block", "local_rows"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         require_batch(self.batch, self.batch_is)
@@ -186,6 +187,7 @@ class Plan:
             parse_checkpoint(self.checkpoint),
             parse_pipeline(self.pipeline, self.microbatches),
             parse_experts(self.experts),
+            self.local_rows,
         )
 
     def check(
