@@ -68,6 +68,7 @@ from vescale_dtensor._redistribute.half_sums import half_sums
 from vescale_dtensor._tensor.copied_views import permit_writes, refuse_writes
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import note_written
+from vescale_dtensor._tensor.observers import watch_operands
 from vescale_dtensor._torch.untraced import untraced
 from vescale_dtensor._version import __version__
 from vescale_dtensor.rules._registration import register_rule
@@ -149,6 +150,7 @@ __all__ = [
     "sum_whole",
     "untraced",
     "visualize",
+    "watch_operands",
     "written_unseen",
     "zeros",
 ]
