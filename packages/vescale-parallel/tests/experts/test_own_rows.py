@@ -184,3 +184,35 @@ def test_what_draws_stays_as_it_is():
     assert "experts" in str(vp.Plan().check(Net(Looped), {"dp": 2}).experts)
     with pytest.raises(vp.PlanError, match="Drop out before or behind"):
         vp.Plan(experts="dp").check(Net(Dropping), {"dp": 2})
+
+
+class Delta(nn.Module):
+    """An adapter that is made in a call, of a tensor that is no parameter of it."""
+
+    def __init__(self, delta: Tensor) -> None:
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, stack: Tensor) -> Tensor:
+        return stack + self.delta
+
+
+def adapted(plan: str | None) -> list[Tensor]:
+    model = made(Looped, plan)
+    delta = model.router.weight.sum()
+    nn.utils.parametrize.register_parametrization(model.experts, "gate_up_proj", Delta(delta))
+    loss = model(torch.linspace(-1, 1, 4 * 5 * WIDTH).view(4, 5, WIDTH))
+    loss.backward()
+    return [whole(loss), *(whole(one.grad) for one in model.parameters())]
+
+
+def test_adapters_of_a_call():
+    wanted = adapted(None)
+    for found in simulate(2).run(lambda rank, size: adapted("dp2")):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+    def refused(rank: int, size: int) -> None:
+        with pytest.raises(vp.ParallelError, match="Adapt the model before parallelize"):
+            adapted("dp2 tp2")
+
+    simulate(4).run(refused)

@@ -164,6 +164,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
         optional={"stages": st.none() | GLOBS | st.lists(GLOBS, min_size=2, max_size=2)},
     ),
     "experts": st.sampled_from(["ep", "dp, ep"]) | by_glob(st.just("ep")),
+    "local_rows": st.none() | GLOBS | st.lists(GLOBS, min_size=1, max_size=2),
     "sequence": st.sampled_from(["ring", "ulysses", "gather", "auto"]),
 }
 

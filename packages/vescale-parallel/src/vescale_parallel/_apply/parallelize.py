@@ -29,15 +29,18 @@ from vescale_parallel._apply.pipeline_install import (
 from vescale_parallel._apply.preflight import preflight
 from vescale_parallel._apply.replaced import retire
 from vescale_parallel._apply.zero_install import StoredPlacements, install_zero, stored_placements
+from vescale_parallel._check.gathered import install_gather_watch
 from vescale_parallel._check.report import Report
 from vescale_parallel._checkpoint.install import Budget, install_regions
 from vescale_parallel._common.gradient_dtypes import keep_gradient_dtype
 from vescale_parallel._common.interrupted import let_end
+from vescale_parallel._common.mesh import mesh_sizes
 from vescale_parallel._deferred.distributed import distributed
 from vescale_parallel._deferred.models import attributes_of, materialize_rest
 from vescale_parallel._deferred.recording import DeferredTensor
 from vescale_parallel._invariant.meshes import compute_mesh
 from vescale_parallel._invariant.step import InvariantStep
+from vescale_parallel._notation.batch import TOKENS
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._plan.data import device_memory
 from vescale_parallel._plan.plan import Plan
@@ -236,6 +239,10 @@ def _install_hooks(model: nn.Module, mesh: DeviceMesh, report: Report, batch_is:
             distribute = DistributeBatch(report.batch, mesh, compares=report.split is None)
         model.register_forward_pre_hook(distribute, with_kwargs=True)
         setattr(model, BATCH, distribute)
+        if report.split is None:
+            sizes = mesh_sizes(mesh)
+            shared = [axis for axis, dim in report.batch.dims if dim is not None and axis != TOKENS]
+            install_gather_watch(model, [axis for axis in shared if sizes.get(axis, 1) > 1])
     modules = dict(model.named_modules(remove_duplicate=False))
     for row in report.boundaries:
         install_boundary(modules[row.module], row, mesh)

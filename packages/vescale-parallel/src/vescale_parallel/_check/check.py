@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_parallel._check.gathered import gathered_rows
 from vescale_parallel._check.parsed_rules import Rules
 from vescale_parallel._check.report import Report
 from vescale_parallel._checkpoint.resolve import RegionRow, regions_of
@@ -97,6 +98,7 @@ def check_rules(
         prefetch=1 if rules.zero.prefetch is None else rules.zero.prefetch,
         cast_buffers=cast_buffers_of(rules.zero, model),
         captured=tuple(captured_units(model)),
+        gathered=gathered_rows(model),
         regions=tuple(regions),
         budget=rules.checkpoint.budget,
         split=split,

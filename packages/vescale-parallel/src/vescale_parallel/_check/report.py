@@ -14,6 +14,7 @@ from vescale_parallel._check.activations import (
     sequence_parallel,
     sharing,
 )
+from vescale_parallel._check.gathered import GatheredRow, gathered_table
 from vescale_parallel._check.staged import staged_cost
 from vescale_parallel._checkpoint.resolve import RegionRow
 from vescale_parallel._common.messages import dtype_name, human_bytes, listed, table
@@ -68,6 +69,7 @@ class Report:
         sequence: how attention of sharded sequences runs.
         captured: of a model that `parallelize(..., static=True)` returned, what became of each of
             its units so far.
+        gathered: of a parallelised model that has run, activations that its first forward gathered.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -91,6 +93,7 @@ class Report:
     local_rows: tuple[str, ...] = ()
     captured: tuple[CapturedUnit, ...] = ()
     sequence: str = "auto"
+    gathered: tuple[GatheredRow, ...] = ()
 
     @property
     def bytes_per_rank(self) -> int:
@@ -230,6 +233,8 @@ class Report:
             parts.append(str(self.invariant))
         if self.split is not None:
             parts.append(self.split.text())
+        if self.gathered:
+            parts.append(gathered_table(self.gathered))
         if self.captured:
             parts.append(_captured(self.captured))
         return "\n\n".join([*parts, "\n".join([summary, *(f"note: {n}" for n in self.notes)])])

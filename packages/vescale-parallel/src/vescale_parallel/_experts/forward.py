@@ -60,12 +60,12 @@ class ExpertsForward:
         """Return what the experts say about the tokens, summed by token. Collective."""
         given = self._arguments(args, kwargs)
         names, parameters = self._parameters()
-        # A plain call, as from a rank's own evaluation: the module as it was. And a call of another
-        # form, of experts that the plan does not share: right with whole tensors.
-        if given is None or not any(isinstance(one, DTensor) for one in (*given, *parameters)):
+        # A plain call, as from a rank's own evaluation: the module as it was. And experts that the
+        # plan does not share, called in another form, or adapted since: right with whole tensors.
+        plain = not any(isinstance(one, DTensor) for one in (*(given or ()), *parameters))
+        if given is None or plain or not self._has_stacks(names):
             alone: Tensor = type(self.module).forward(self.module, *args, **kwargs)
             return alone
-        self._require_stacks(names)
         given = [self._distributed(one) for one in given]
         came: tuple[Placement, ...] = given[0].placements  # type: ignore[attr-defined]
         # Tokens of other axes' shards stay where they are: only axes that share the experts take
@@ -143,11 +143,12 @@ class ExpertsForward:
                 f"{weight.dtype}: convert one, or call it in torch.autocast."
             )
 
-    def _require_stacks(self, names: Sequence[str]) -> None:
-        """Refuse stacks that became something else since, as under an adapter of this call.
+    def _has_stacks(self, names: Sequence[str]) -> bool:
+        """Whether stacks are parameters still: adapters may replace them for a call.
 
         Raises:
-            ParallelError: alike on every rank, before anything is sent.
+            ParallelError: alike on every rank, before anything is sent: they are not, and the plan
+                shards them.
         """
         gone = sorted({*self.placements} - {*names})
         if gone and (self.shares is not None or self.within):
@@ -155,6 +156,7 @@ class ExpertsForward:
                 f"{type(self.module).__name__} had stacks {gone}, which the plan shards, and they "
                 "are no parameters of it in this call. Adapt the model before parallelize."
             )
+        return not gone
 
     def _parameters(self) -> tuple[list[str], list[Tensor]]:
         # At each call: units of `zero` let the module hold gathered ones while it runs.

@@ -230,7 +230,9 @@ def _own_rows(placements: Sequence[Any]) -> Placements:
 
 def _distributed(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     if isinstance(tensor, DTensor):
-        return tensor
+        found: DTensor = tensor
+        return found
     # Plain tensors count as replicated, as everywhere.
     everywhere = [Replicate()] * mesh.ndim
-    return DTensor.from_local(tensor, mesh, everywhere, run_check="sampled")
+    found = DTensor.from_local(tensor, mesh, everywhere, run_check="sampled")
+    return found

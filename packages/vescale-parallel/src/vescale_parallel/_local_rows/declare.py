@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._local_rows.call import RowsFunction, called
 
 
@@ -59,7 +60,7 @@ def local_rows(
     return by_rows
 
 
-class LocalRowsForward:
+class LocalRowsForward(Unpickled):
     """The forward of a module that a plan names: each rank computes its own rows.
 
     Args:

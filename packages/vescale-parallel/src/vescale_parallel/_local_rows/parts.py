@@ -57,10 +57,11 @@ class _Call:
                 self._modules[name] = local_twin(value, own)
                 self.buffers |= {f"{name}.{at}": one for at, one in value.named_buffers()}
             else:
-                paths = iter(named_tensors_within(value, name))
-                self._values[name] = map_tensors(
-                    lambda one, paths=paths: self._leaf(next(paths), one), value
-                )
+                self._values[name] = self._leaves_of(name, value)
+
+    def _leaves_of(self, name: str, value: Any) -> Any:
+        paths = iter(named_tensors_within(value, name))
+        return map_tensors(lambda one: self._leaf(next(paths), one), value)
 
     def _leaf(self, name: str, tensor: Tensor) -> Tensor:
         one = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -73,7 +74,7 @@ class _Call:
         def chosen(one: Tensor) -> Tensor:
             return one.index_select(0, which.to(one.device)) if one.ndim else one.clone()
 
-        bound = inspect.BoundArguments(self._given.signature, {})  # type: ignore[arg-type]
+        bound = inspect.BoundArguments(self._given.signature, {})
         for name in self._given.arguments:
             if name in self._modules:
                 bound.arguments[name] = self._modules[name]

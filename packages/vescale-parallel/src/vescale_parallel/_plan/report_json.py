@@ -42,6 +42,7 @@ def report_json(report: Report) -> str:
             for row in report.regions
         ],
         "local_rows": list(report.local_rows),
+        "gathered": [asdict(row) for row in report.gathered],
         "captured": [asdict(unit) for unit in report.captured],
         "activation_bytes_a_token": _activations(report),
     }
