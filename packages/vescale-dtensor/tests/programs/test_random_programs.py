@@ -47,6 +47,8 @@ FOUND = {
     "a view of a leaf is transposed": ((2,), (3, 4), "[Shard(0)]", WANTED, [
         "x1 = x0.mT", "x1.t_()", "x2 = x0[:]", "x2.squeeze_(1)", "x3 = x0.expand((2, -1, -1))",
         "x3.transpose_(-3, 1)", "x4 = x0.swapaxes(-1, -1)", "x4.fill_diagonal_(0.5)"]),
+    "an expanded tensor is copied into itself": ((2,), (1, 4), "[Shard(1)]", PLAIN, [
+        "x1 = x0.expand((3, 4))", "x1.copy_(x1)", "x2 = x1 * x1"]),
     "a view is written of which one rank has nothing": ((3,), (7, 1, 4), "[Shard(2)]", WANTED, [
         "x1 = torch.where((x0 > 0), x0, x0)", "x2 = x1.mT", "x2.clamp_(-1, 1)", "x3 = x2 * 1"]),
     "a detached copy of a view of a leaf": ((2,), (1,), "[Shard(0)]", WANTED, [

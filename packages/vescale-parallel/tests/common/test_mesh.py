@@ -286,6 +286,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current is not None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
         monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+        # A build for CUDA asks the driver, which need not be there.
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
         # As while a graph is captured, so that nobody asks for the states of its generators.
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         for name, value in environ.items():

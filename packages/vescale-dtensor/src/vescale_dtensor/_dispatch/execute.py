@@ -53,7 +53,7 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
     if target is not None:
         check_writable(call.operands[target], function_name(call.func))
         refuse_view_of_leaf(call.operands[target])
-        refuse_overlapping(call.operands[target], call.func, len(call.operands))
+        refuse_overlapping(call.operands[target], call.func, call.operands)
     redistributed_operands = _redistributed_operands(plan, call)
     # Only now, when all are redistributed: the fast path does it in the same order, and nodes that
     # communicate in backward have to be made in one order on all ranks.

@@ -84,7 +84,7 @@ def run_replicated(call: OpCall) -> Any:
             refuse_leaf(call.operands[index])
         # Of `x[0] = …` the part counts: torch looks at that, in memory that lies as on one device.
         if call.func is not torch.Tensor.__setitem__:
-            refuse_overlapping(call.operands[index], call.func, len(call.operands))
+            refuse_overlapping(call.operands[index], call.func, call.operands)
     locals_ = _locals(call, mesh)
     watch = WriteWatch(call, locals_)
     # To tell afterwards whether autograd recorded a write: then it has to be recorded back, too.

@@ -54,7 +54,7 @@ def mutate_via_copy(call: OpCall, index: int, layout: Layout) -> Any:
     target = call.operands[index]
     assert isinstance(target, DTensor)
     check_writable(target, function_name(call.func))
-    refuse_overlapping(target, call.func, len(call.operands))
+    refuse_overlapping(target, call.func, call.operands)
     # A clone: the redistributed tensor may be a cached one that other uses share.
     copy: Any = redistributed(target, layout).clone()
     args, kwargs = call.replaced([copy if i == index else o for i, o in enumerate(call.operands)])

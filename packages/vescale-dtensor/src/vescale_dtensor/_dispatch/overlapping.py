@@ -5,7 +5,7 @@ By the global strides, before anything runs: only ranks with elements would refu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,13 +20,16 @@ _NAMES = "fill_ zero_ _foreach_zero_ masked_fill_ fill_diagonal_ requires_grad_ 
 _PERMITTED = frozenset(name for name in _NAMES.split())
 
 
-def refuse_overlapping(target: Tensor, func: Callable[..., Any], operands: int = 1) -> None:
+def refuse_overlapping(
+    target: Tensor, func: Callable[..., Any], operands: Sequence[Tensor] = ()
+) -> None:
     """Refuse a write to a tensor of which some elements are one in memory.
 
     Args:
         target: what is written to.
         func: by what.
-        operands: how many tensors the call has: `fill_` by a tensor is a copy to torch.
+        operands: the tensors of the call: `fill_` by a tensor is a copy to torch, and a copy of a
+            tensor into itself is none.
 
     Raises:
         RuntimeError: as in torch, on every rank.
@@ -34,7 +37,9 @@ def refuse_overlapping(target: Tensor, func: Callable[..., Any], operands: int =
     if not isinstance(target, DTensor) or not target._spec.has_gaps or not expanded_dims(target):
         return
     name = func.__name__
-    if name not in _PERMITTED or (name == "fill_" and operands > 1):
+    if name == "copy_" and operands and all(operand is target for operand in operands):
+        return
+    if name not in _PERMITTED or (name == "fill_" and len(operands) > 1):
         refuse_overlapping_copy(target)
 
 

@@ -56,11 +56,11 @@ def write_through(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
         return None
     if func.__name__ == "__setitem__" and any(expanded_dims(t) for t in copies):
         return None  # torch refuses some of these, by the strides of the part that is written to
+    operands = tensors_within((args, kwargs))
     for copied in copies:
-        refuse_overlapping(copied, func, len(tensors_within((args, kwargs))))
+        refuse_overlapping(copied, func, operands)
     if func.__name__ in _DRAWING and any(t._spec.has_gaps for t in copies):
         return None
-    operands = tensors_within((args, kwargs))
     ways = [_way_of(copied, operands) for copied in copies]
     if any(not way for way in ways):
         return None
