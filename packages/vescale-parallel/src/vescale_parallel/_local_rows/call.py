@@ -46,8 +46,8 @@ _PROVE: ContextVar[Prove | None] = ContextVar("prove", default=None)
 
 
 @contextmanager
-def proving(prove: Prove) -> Iterator[None]:
-    """Let `prove` see the arguments of every call within the block."""
+def proving(prove: Prove | None) -> Iterator[None]:
+    """Let `prove` see the arguments of every call within the block; None: nobody does."""
     token = _PROVE.set(prove)
     try:
         yield
@@ -71,7 +71,10 @@ def called(rows: RowsFunction, args: Any, kwargs: Any, mesh: DeviceMesh | None =
     bound = rows.signature.bind(*args, **kwargs)
     prove = _PROVE.get()
     if prove is not None:
-        prove(rows, bound)
+        # What is proven of the whole is proven of what it calls.
+        with proving(None):
+            prove(rows, bound)
+            return called(rows, args, kwargs, mesh)
     found = [one for one in _everything(bound) if isinstance(one, DTensor)]
     if not found:
         return rows.function(*args, **kwargs)
