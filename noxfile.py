@@ -59,7 +59,7 @@ BUILD_TOOLS = ("build", "hatchling>=1.26")
 # file stay together, since they share what is costly to make; files begin in the order of names, as
 # one of few long cases would else come last, with a process alone.
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder")
-LEFT_OUT = ("-p", "tools.left_out")
+LEFT_OUT = ("-p", "tools.omitted_cases")
 # What may be skipped where Hugging Face's models are installed.
 OTHERS = skips.ANYWHERE + skips.KERNELS + skips.GUESTS
 TESTS = [*(package.tests for package in PACKAGES), ROOT / "tests-integration"]
@@ -266,7 +266,7 @@ def compat(session: nox.Session) -> None:
     if not any(known.values()):
         session.skip("no package has been released yet, so there is nothing to compare with")
     install(session, CONSTRAINTS, *third_party(tests=True), *TEST_TOOLS, *BUILD_TOOLS)
-    session.run("python", "-m", "tools.released")
+    session.run("python", "-m", "tools.release_builds")
     ran = [
         compare(session, package, neighbour, old=old, tag=known[old])
         for package, neighbour in edges()

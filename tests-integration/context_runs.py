@@ -72,7 +72,7 @@ MESHES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
         {"dp": 2, "cp": 2, "tp": 2}, "dp:0, cp:1", {"sequence": "ring", "zero": 3},
     ),
     "pp2-cp2-ring": (
-        {"pp": 2, "cp": 2}, "cp:1", {"sequence": "ring", "pipeline": {"microbatches": 1}},
+        {"pp": 2, "cp": 2}, "cp:1", {"sequence": "ring", "pipeline": "1f1b", "microbatches": 1},
     ),
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ from torch import nn
 from vescale_comm import simulate
 from vescale_comm.testing import run
 from vescale_dtensor import DTensor
-from vescale_parallel import Plan, clip_grad_norm_, forward_backward, parallelize
+from vescale_parallel import Invariant, Plan, clip_grad_norm_, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel.train.model import Decoder, ModelConfig
 
@@ -58,7 +58,7 @@ def part(
     """Losses and norms of some steps as bits, and the digest of the parameters after them."""
     torch.manual_seed(0)
     model: Any = Decoder(CONFIG)
-    plan = Plan(zero=zero, deterministic="dp-invariant", shards=8)
+    plan = Plan(zero=zero, deterministic=Invariant(8))
     parallelize(model, make_mesh(device_type="cpu", dp=world), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if load:
@@ -129,7 +129,7 @@ def main() -> None:
             print(f"| {name} | {' | '.join(found)} | |", flush=True)
     torch.manual_seed(0)
     for world in options.ranks:
-        plan = Plan(deterministic="dp-invariant", shards=8)
+        plan = Plan(deterministic=Invariant(8))
         print(f"\ndp={world}: {plan.check(Decoder(CONFIG), {'dp': world}).invariant}")
 
 

@@ -253,8 +253,8 @@ def in_stages(name: str, schedule: str, layout: str) -> nn.Module:
     """The model on the mesh of a layout."""
     sizes, fields = LAYOUTS[layout]
     model = made(name)
-    pipeline = {**MODELS[name][1], "schedule": schedule, "microbatches": MICROBATCHES}
-    plan = Plan.from_hf(model, pipeline=pipeline, **fields)
+    words = {**MODELS[name][1], **fields, "microbatches": MICROBATCHES}
+    plan = Plan.from_hf(model, pipeline=schedule, **words)
     parallelize(model, make_mesh(device_type="cpu", **sizes), plan)
     return model
 
@@ -407,7 +407,7 @@ def table(
         "In every cell parameters begin bitwise as on one device, the random generator stands "
         "bitwise where it stands there after each step, the masks of two steps are bitwise the "
         "same, and a checkpoint of the last step is loaded bitwise by the layout of the next row, "
-        "which trains on as one device does. Told is the largest relative distance of a loss "
+        "which trains on as one device does. The figure is the largest relative distance of a loss "
         "from that of one device that accumulates over the same microbatches, and in brackets that "
         "of a parameter at the end.",
         "",

@@ -121,8 +121,8 @@ def document(models: Sequence[str], steps: int, cells: Path | None = None) -> st
         "In every cell parameters begin bitwise "
         "as on one device; of sequences, the random generator stands behind each step where one "
         "device leaves it, masks being drawn; of experts, tokens choose the same ones, bit for "
-        "bit. Told is the largest relative distance of a loss from one device's. Sequences of 30 "
-        'tokens, which four ranks do not divide; ring: `Plan(sequence="ring")`; balanced: in '
+        "bit. The figure is the largest relative distance of a loss from one device's. Sequences "
+        'of 30 tokens, which four ranks do not divide; ring: `Plan(sequence="ring")`; balanced: in '
         "several blocks.",
     ]
     for table, (kinds, layouts, _) in TABLES.items():

@@ -15,7 +15,7 @@ from model_zoo_wide import ALL
 from plan_runs import NAMES
 from torch import Tensor
 from vescale_comm import simulate
-from vescale_parallel import Plan, forward_backward, mesh, parallelize
+from vescale_parallel import Pipeline, Plan, forward_backward, mesh, parallelize
 
 pytestmark = [
     pytest.mark.models,
@@ -50,12 +50,12 @@ def run_in_stages(name: str) -> None:
         loss = plain(**pieces(given, rows)).loss * share
         loss.backward()
         expected += loss.item()
-    words = {"microbatches": 2} | ({"stages": BLOCKS[name]} if name in BLOCKS else {})
+    stages = Pipeline(stages=BLOCKS.get(name))
 
     def on_a_rank(rank: int, world_size: int) -> None:
         torch.manual_seed(0)
         model = ALL[name].make().train()
-        plan = Plan.from_hf(model, pipeline=words)
+        plan = Plan.from_hf(model, pipeline=stages, microbatches=2)
         inputs = given if name in BY_BATCH else None
         parallelize(model, mesh(pp=2, device_type="cpu"), plan, inputs=inputs)
         torch.manual_seed(7)

@@ -70,6 +70,6 @@ def test_a_checkpoint_is_given_up_with_the_timeout_of_the_mesh(tmp_path: Path):
 
 def test_an_update_after_which_nothing_is_sent_is_told_at_the_end(tmp_path: Path):
     done = ended("update", tmp_path)
-    assert "CommMismatchError: the ranks have drifted apart (ranks 0, 1 execute" in done.stderr
+    assert "CommMismatchError: the ranks have diverged (ranks 0, 1 execute" in done.stderr
     assert "SGD.step with lr=0.1" in done.stderr
     assert "rank 1: the end of the program" in done.stderr

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from vescale_comm.testing import run
-from vescale_parallel import Plan
+from vescale_parallel import Plan, Zero
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._zero import host
 
@@ -41,7 +41,7 @@ def made(folder: Path, zero: int, offload: Any) -> Any:
     options |= {"max_grad_norm": 0.5, "logging_steps": 1, "report_to": [], "use_cpu": True}
     args = TrainingArguments(str(folder), learning_rate=1e-2, disable_tqdm=True, **options)
     mesh = make_mesh(device_type="cpu", dp=2)
-    plan = Plan(zero=zero, offload=offload)
+    plan = Plan(zero=Zero(zero, offload=offload))
     return parallel(Trainer)(
         model, args, train_dataset=rows, data_collator=collator, mesh=mesh, plan=plan
     )

@@ -23,7 +23,7 @@ from tools.tags import VERSION, final
 PARTS = ("major", "minor", "patch")
 
 
-def following(version: str, part: str) -> str:
+def next_version(version: str, part: str) -> str:
     """The version after `version`: minor of 0.1.3 is 0.2.0, rc of 0.2.0rc1 is 0.2.0rc2."""
     if part == "rc":
         match = VERSION.fullmatch(version)
@@ -95,9 +95,9 @@ def bump(package: Package, part: str, day: datetime.date) -> str:
     elif part == "rc":
         if f"## {final(version)} (unreleased)" not in log.read_text():
             raise ValueError(f"{version} is released: open the next version first")
-        new = following(version, part)
+        new = next_version(version, part)
     else:
-        new = following(version, part)
+        new = next_version(version, part)
         log.write_text(opened(log.read_text(), new))
     text = package.version_file.read_text()
     package.version_file.write_text(text.replace(f'"{version}"', f'"{new}"'))

@@ -38,7 +38,7 @@ ROWS = {
     "TP + SP": (),
     "TP + SP + ZeRO-3": ("zero=3",),
     "TP + SP + ZeRO-3 + checkpointing": ("zero=3", 'checkpoint="full"'),
-    "TP + SP + ZeRO-3 + PP": ("zero=3", 'pipeline={"microbatches": 2}'),
+    "TP + SP + ZeRO-3 + PP": ("zero=3", 'pipeline="1f1b"', "microbatches=2"),
 }
 
 
@@ -70,7 +70,7 @@ def programs() -> dict[str, str]:
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted(HERE.glob("by_*.py"))}
 
 
-def saying(source: str, words: Sequence[str]) -> str:
+def with_words(source: str, words: Sequence[str]) -> str:
     """Return the same program with these words of a plan in place of `zero=3`."""
     lines = "".join(f"    {word},\n" for word in words)
     said = source.replace("    zero=3,\n", lines)
@@ -88,7 +88,7 @@ def table() -> str:
     theirs = [f"{folder} ({path} with helpers)" for folder, path in TORCHTITAN.values()]
     rows = [heads, ["---"] * len(heads)]
     for what, words in ROWS.items():
-        own = [str(code_lines(saying(text, words))) for text in ours.values()]
+        own = [str(code_lines(with_words(text, words))) for text in ours.values()]
         rows.append([what, *own, *(theirs if what.endswith("PP") else ["in the last row"] * 2)])
     folder = TORCHTITAN["2025-09-01 (78d431438)"][0]
     goal = f"{CUT:.1%} less than {folder} is {round(folder * (1 - CUT))} lines."

@@ -2,7 +2,7 @@
 
 With `--record` runs are kept in tools/bench/recorded, one a benchmark: the site shows all of them
 as tables, beside the raw JSON. `--write` puts figures of what is kept into the documents
-(`tools.quoted`), and `--check`, which the session `docs` asks, fails where they say others.
+(`tools.quoted_figures`), and `--check`, which the session `docs` asks, fails where they say others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools import quoted
+from tools import quoted_figures
 from tools.packages import ROOT
 
 RUNS = ROOT / "runs" / "bench"
@@ -47,7 +47,7 @@ def record(document: dict[str, Any], folder: Path = RECORDED) -> Path:
     return path
 
 
-def recorded(folder: Path = RECORDED) -> dict[Path, dict[str, Any]]:
+def recorded_runs(folder: Path = RECORDED) -> dict[Path, dict[str, Any]]:
     """All runs that are kept, by file, in the order of their names."""
     return {path: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
@@ -86,21 +86,21 @@ def markdown(document: dict[str, Any]) -> str:
 
 def by_name(folder: Path = RECORDED) -> dict[str, dict[str, Any]]:
     """The runs that are kept, by the name of their benchmark."""
-    return {one["benchmark"]: one for one in recorded(folder).values()}
+    return {one["benchmark"]: one for one in recorded_runs(folder).values()}
 
 
 def differences(*, write: bool) -> Iterator[str]:
     """What documents and runs disagree about, line by line; with `write` blocks are mended."""
     runs = by_name()
-    for path in quoted.documents():
+    for path in quoted_figures.documents():
         text, name = path.read_text(), path.relative_to(ROOT)
-        made = quoted.filled(text, runs, markdown)
+        made = quoted_figures.filled(text, runs, markdown)
         if made != text and write:
             path.write_text(made)
         elif made != text:
             yield f"{name}: figures differ from tools/bench/recorded"
         yield from (f"{name}: a figure that no script has written: {one}" for one in
-                    quoted.stray(text))  # fmt: skip
+                    quoted_figures.stray(text))  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

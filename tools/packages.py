@@ -125,12 +125,12 @@ PACKAGES = (
         layers=(
             "torch_dtensor",
             "_torch_dtensor",
-            "cuda | errors | layouts | streams",
+            "cuda | streams",
             "init | _state",
             "_draw",
             "_portable",
             "_cpu | _cuda",
-            "_layout | distributions | _policy",
+            "_layout | _distributions | _policy",
             "_arguments",
             "_errors | _torch_versions | _version",
         ),
@@ -156,7 +156,7 @@ PACKAGES = (
         requires=(TORCH, RNG, COMM),
         test_requires=(NUMPY, CKPT),
         layers=(
-            "debug | experimental | parallel | state_dict",
+            "debug | experimental | parallel | state_dict | storage",
             "placement_types | rules",
             "_joint",
             "_capture",

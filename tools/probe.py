@@ -1,4 +1,4 @@
-"""Inside an environment that holds some of the wheels: prove that they stand by themselves.
+"""Proves in an environment with some of the wheels that they stand by themselves.
 
 Run as `python -I probe.py MODULE...` from outside the checkout, with the import names of all
 packages of the workspace that should be there. Standard library only, and it imports nothing of

@@ -1,4 +1,4 @@
-"""What a run of pytest left out, and whether the session that ran it may leave that out.
+"""Checks what a run of pytest left out, and whether its session may leave that out.
 
 A session that is green because its tests were skipped proves nothing. So each session states the
 reasons for which its tests may be skipped; a skip for another reason, or a run in which everything

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import nox
 
-from tools import released, skips, wheels
+from tools import release_builds, skips, wheels
 from tools.packages import PACKAGES, ROOT, Package, closure, find
 
 # One thread a process: the tests start several, on machines that may have two cores. And what
@@ -29,7 +29,7 @@ TEST_ENV: Mapping[str, str | None] = {
 
 
 def python_of(session: nox.Session) -> str:
-    """The interpreter of the shared environment: that of the Python that nox was told to force."""
+    """The interpreter of the shared environment: that of the Python that nox is to force."""
     forced = f"-{session.python}".replace(".", "-") if isinstance(session.python, str) else ""
     return str(session.cache_dir.parent.resolve() / f"workspace{forced}" / "bin" / "python")
 
@@ -169,7 +169,7 @@ def compare(
     """
     if tag is None:
         return False
-    wheel, sdist = released.artifacts(old, tag)
+    wheel, sdist = release_builds.artifacts(old, tag)
     needed = [find(name) for name in package.test_siblings + package.optional_siblings]
     chosen = [wheel if one is old else one.wheel for one in closure(package, neighbour, *needed)]
     title = f"{package.short} with {neighbour.short}; {old.short} as in {tag}"

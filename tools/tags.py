@@ -1,4 +1,4 @@
-"""What a release tag names: `vescale-rng-v0.1.0` is version 0.1.0 of vescale-rng.
+"""Reads a release tag: `vescale-rng-v0.1.0` is version 0.1.0 of vescale-rng.
 
 `vescale-rng-v0.2.0rc1` is a pre-release (a, b or rc, as Python's versions have them): pip takes it
 only when asked to, and no release is compared with it.

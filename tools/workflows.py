@@ -1,4 +1,4 @@
-"""Run every command of the workflows here, with what only a hosted runner has stood in for.
+"""Run every command of the workflows here, with replacements of what only a hosted runner has.
 
 Each step's script runs under bash, as its runner would run it, in a clone of this checkout in which
 one package has just been tagged; those of the release workflow in one more for each way to a tag.
@@ -149,7 +149,7 @@ def tag(version: str) -> str:
 
 
 def stand_ins(folder: Path) -> Path:
-    """Write the commands that stand in for the runner's; returns their folder."""
+    """Write the commands that take the place of the runner's; returns their folder."""
     folder.mkdir()
     text = STAND_IN.format(python=shlex.quote(sys.executable), wheel=PACKAGE.wheel.name)
     for name in ("python", "gh", "nvidia-smi"):

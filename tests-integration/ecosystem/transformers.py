@@ -102,7 +102,7 @@ def in_parts(run: Run) -> Run:
     plan, staged = run.plan, "pp" in (run.mesh.mesh_dim_names or ())
     words: dict[str, Any] = {"microbatches": 2}
     if staged:
-        words = {"pipeline": {**words, "schedule": "1f1b"}}
+        words["pipeline"] = "1f1b"
     return replace(run, plan=lambda model: plan(model).with_(**words))
 
 

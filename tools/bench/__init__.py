@@ -1,4 +1,4 @@
-"""What a benchmark of this workspace is made of.
+"""Runs the benchmarks of this workspace, each a module of its own.
 
 A benchmark is a module with `measure() -> Iterable[Ratio]` whose docstring's first line is its
 title: `tools/bench/NAME.py` or `packages/*/benchmarks/NAME.py`. `nox -s bench -- NAME` runs it.

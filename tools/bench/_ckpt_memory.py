@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tools.bench._ckpt_ranks import LOADS, ROWS, destination, prepared
+from tools.bench._ckpt_ranks import LOADS, ROWS, destination, prepare
 from tools.bench._ckpt_sides import sides
 
 KNOWN = 64 << 20
@@ -21,7 +21,7 @@ KNOWN = 64 << 20
 
 def peaks(rank: int, world_size: int, folder: str, count: int, extent: int) -> dict[str, float]:
     """Bytes beyond what was there before, at most, by side and action; `meter` is for `KNOWN`."""
-    mesh, values = prepared(world_size, count, extent)
+    mesh, values = prepare(world_size, count, extent)
     found: dict[str, float] = {}
     chosen = sides()
     for name in ("ours", "stock"):

@@ -1,4 +1,4 @@
-"""What every rank does in the benchmark `ckpt`: save and load, in turns with the others' ways."""
+"""Saves and loads on every rank in the benchmark `ckpt`, in turns with the others' ways."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def save_and_load(
     rank: int, world_size: int, folder: str, count: int, extent: int, rounds: int
 ) -> dict[str, dict[str, float]]:
     """Median seconds of each action by side, and the bytes that this rank read to load."""
-    mesh, values = prepared(world_size, count, extent)
+    mesh, values = prepare(world_size, count, extent)
     chosen = sides()
     found: dict[str, Notes] = {name: {} for name in chosen}
     # Saved again and again, as in training: what stages keeps memory by the tensors it has seen.
@@ -50,7 +50,7 @@ def save_and_load(
     }
 
 
-def prepared(world_size: int, count: int, extent: int) -> tuple[DeviceMesh, list[Tensor]]:
+def prepare(world_size: int, count: int, extent: int) -> tuple[DeviceMesh, list[Tensor]]:
     """The mesh, and the same tensors on every rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

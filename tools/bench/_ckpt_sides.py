@@ -1,4 +1,4 @@
-"""Who saves and loads in the benchmark `ckpt`, each in its own way to say it."""
+"""Defines the sides of the benchmark `ckpt`, each in its own way to save and load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank does in the benchmark `consistency`: three trainings of one model, in turns.
+"""Trains one model three times, in turns, on every rank of the benchmark `consistency`.
 
 In turns, so that drift of the machine hits all three alike; each step begins with a seed of its
 own, because the three share one process and its generator.

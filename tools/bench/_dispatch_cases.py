@@ -1,4 +1,4 @@
-"""What `dispatch` times: calls on tensors that `make` makes, alike for every kind of tensor."""
+"""Lists the calls that `dispatch` times, alike for every kind of tensor that `make` makes."""
 
 from __future__ import annotations
 

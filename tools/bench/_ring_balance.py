@@ -1,4 +1,4 @@
-"""How even a causal ring is by the layout of rows: processor time of the busiest rank.
+"""Measures how even a causal ring is by the layout of rows: time of the busiest rank.
 
 Zigzag gives rank r of n the blocks r and 2 n - 1 - r of 2 n, so that all have the same to do; no
 placement says that, so it is run on intervals. Stripes are `InterleavedShard`, `"cp:1/16"`.

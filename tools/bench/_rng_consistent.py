@@ -1,4 +1,4 @@
-"""What `torch_dtensor.consistent()` adds to a dropout and to other ops, in real processes.
+"""Measures what `torch_dtensor.consistent()` adds to a dropout and to other ops.
 
 Each of two ranks drops its rows of a batch, as under FSDP2 or DDP: stock draws for these rows
 alone, the block for the rows of the one device. Rank 0 is timed, by the time of its thread.
@@ -23,7 +23,7 @@ RANKS = 2
 Size = tuple[int, int]
 SHAPES: tuple[Size, ...] = ((8, 8), (64, 256), (1024, 1024), (4096, 2048))
 # What is asked of the other ranks in the block: at each draw how many rows they have, or never.
-KINDS = ("each draw asks", "rows told")
+KINDS = ("each draw asks", "rows declared")
 Found = dict[tuple[str, str], float]
 OPS: dict[str, Callable[[torch.Tensor], object]] = {
     "F.dropout": lambda x: F.dropout(x, 0.1),
@@ -59,7 +59,7 @@ def _rank(rank: int, world_size: int, shape: Size, rounds: int, seconds: float) 
 def _block(kind: str, rows: int) -> AbstractContextManager[None]:
     if kind == "stock":
         return nullcontext()
-    return consistent(data=dist.group.WORLD, rows=rows if kind == "rows told" else None)
+    return consistent(data=dist.group.WORLD, rows=rows if kind == "rows declared" else None)
 
 
 def _number(call: Callable[[torch.Tensor], object], shape: Size, seconds: float) -> int:

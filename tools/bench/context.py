@@ -28,7 +28,7 @@ from tools.bench import Ratio, _ring_balance
 from tools.bench._train.cases import EAGER, HAND, STEP, WHOLE
 from tools.bench._train.details import Details
 from tools.bench._train.model import Sizes
-from tools.bench._train.ranks import Found, Job, compare
+from tools.bench._train.ranks import Job, RankResult, compare
 
 HEADS = {"exchange": 8, "gather": 6, "ring": 6}
 """Heads by way: four ranks divide the ones and not the others."""
@@ -84,7 +84,7 @@ def measure(
             yield from _rows(_details.note(job, found), job.sizes.tokens, found)
 
 
-def _rows(case: str, tokens: int, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
+def _rows(case: str, tokens: int, found: Sequence[dict[str, RankResult]]) -> Iterator[Ratio]:
     first = found[0]
     for name in (EAGER, STEP):
         speed = tokens / first[name].median

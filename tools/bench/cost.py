@@ -18,7 +18,7 @@ from vescale_comm.testing import run
 
 from tools.bench import Ratio
 from tools.bench._train.model import Sizes
-from tools.bench._train.predict import Measured, measured
+from tools.bench._train.predict import Measured, measure_step
 
 MESHES: dict[int, tuple[dict[str, int], ...]] = {
     2: ({"dp": 2}, {"dp": 1, "tp": 2}),
@@ -51,7 +51,7 @@ def measure(
         for axes in MESHES[count]:
             for width in hidden:
                 size = Sizes(hidden=width, **sizes)
-                found = run(measured, count, axes, size, rounds, timeout=120 + 20 * rounds)
+                found = run(measure_step, count, axes, size, rounds, timeout=120 + 20 * rounds)
                 case = ".".join(f"{axis}{n}" for axis, n in axes.items())
                 yield from _rows(f"{case} {width}", found)
 

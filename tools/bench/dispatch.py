@@ -1,4 +1,4 @@
-"""What an op on a DTensor costs in Python: one thread, 8 x 8 local tensors, a world of 8.
+"""Times an op on a DTensor in Python: one thread, 8 x 8 local tensors, a world of 8.
 
 Every case is timed in the same turns for plain torch on a tensor of the local shape, for torch's
 own DTensor, and for ours. The process group is torch's fake one, which sends nothing: what is

@@ -53,7 +53,7 @@ class Job:
 
 
 @dataclass
-class Found:
+class VariantResult:
     """What a variant took on one rank."""
 
     losses: list[float]
@@ -169,7 +169,7 @@ def batch_of(job: Job, step: int) -> tuple[Tensor, Tensor]:
     return x, torch.randn(job.tokens, job.width, generator=generator)
 
 
-def compare(rank: int, world_size: int, job: Job) -> dict[str, Found]:
+def compare(rank: int, world_size: int, job: Job) -> dict[str, VariantResult]:
     """Measure every variant of the job on this rank."""
     torch.set_num_threads(1)
     alone = Variant("one device", job)
@@ -184,7 +184,7 @@ def compare(rank: int, world_size: int, job: Job) -> dict[str, Found]:
         with trace() as sent:
             one.step(*batch)
         peak = peak_of(one, batch, others)  # type: ignore[arg-type]
-        found[name] = Found(losses, sum(each.bytes for each in sent.records), peak.total)
+        found[name] = VariantResult(losses, sum(each.bytes for each in sent.records), peak.total)
     for turn in range(job.rounds + 1):
         for name in in_turn(variants, turn):
             one = variants[name]

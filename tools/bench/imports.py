@@ -1,4 +1,4 @@
-"""What importing a package costs, in fresh processes: beside torch alone, and beside DTensor.
+"""Times the import of a package in fresh processes, beside torch alone and DTensor.
 
 Seconds beside `import torch`; seconds of processor time and modules beside
 `import torch.distributed.tensor`, on which all of them build.

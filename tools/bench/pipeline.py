@@ -27,7 +27,7 @@ from tools.bench import Ratio
 from tools.bench._train.cases import STAGED_OURS, STAGED_STATIC, STAGED_TORCH, staged_layout
 from tools.bench._train.details import Details
 from tools.bench._train.model import Sizes
-from tools.bench._train.ranks import Found, Job, compare
+from tools.bench._train.ranks import Job, RankResult, compare
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 
@@ -78,7 +78,7 @@ def measure(
             yield from _rows(_details.note(job, found), job.sizes.tokens, found)
 
 
-def _rows(case: str, tokens: int, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
+def _rows(case: str, tokens: int, found: Sequence[dict[str, RankResult]]) -> Iterator[Ratio]:
     ours, torchs = (found[0][name] for name in (STAGED_OURS, STAGED_TORCH))
     speeds = tokens / ours.median, tokens / torchs.median
     static = tokens / found[0][STAGED_STATIC].median

@@ -156,7 +156,7 @@ def _references(policy: str, distribution: Distribution, piece: Piece) -> dict[s
         return calls
     calls = {"the whole": partial(distribution.draw, whole, None)}
     if piece.before is not None:
-        each = vescale_rng.draws(distribution, (16 * 64,)) // (16 * 64)
+        each = vescale_rng.streams.draws(distribution, (16 * 64,)) // (16 * 64)
         after = whole.numel() - own.numel() - piece.before
         moves = (each * piece.before, each * after)
         calls["as many, and the moves"] = partial(_draw_and_move, distribution, own, moves)
@@ -164,9 +164,9 @@ def _references(policy: str, distribution: Distribution, piece: Piece) -> dict[s
 
 
 def _draw_and_move(distribution: Distribution, local: Tensor, moves: tuple[int, int]) -> None:
-    vescale_rng.advance(moves[0])
+    vescale_rng.streams.advance(moves[0])
     distribution.draw(local, None)
-    vescale_rng.advance(moves[1])
+    vescale_rng.streams.advance(moves[1])
 
 
 # --- One policy against the other, small calls, and moves of the stream
@@ -220,13 +220,15 @@ def _moves(rounds: int) -> Iterator[Ratio]:
     for exponent in range(3, 13):
         words = 10**exponent
         calls: dict[str, Call] = {
-            "move": partial(vescale_rng.advance, words),
+            "move": partial(vescale_rng.streams.advance, words),
             "draw": drawn.random_,
         }
         cost = microseconds(calls, rounds=rounds)
         drawing = cost["draw"] * words / count
         yield Ratio(f"move past 10^{exponent} draws", cost["move"], drawing, "us", "drawing them")
     # Whose polynomials are not there yet.
-    new = [partial(vescale_rng.advance, 10**12 + 10**9 * turn) for turn in range(1, rounds + 1)]
+    new = [
+        partial(vescale_rng.streams.advance, 10**12 + 10**9 * turn) for turn in range(1, rounds + 1)
+    ]
     cost = microseconds_once({"move": new})
     yield Ratio("the same, a new distance", cost["move"], 1e5, "us", "100 ms", 1.0)

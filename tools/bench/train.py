@@ -37,7 +37,7 @@ from tools.bench._train.cases import (
 )
 from tools.bench._train.details import Details
 from tools.bench._train.model import Sizes
-from tools.bench._train.ranks import Found, Job, compare, mesh_size
+from tools.bench._train.ranks import Job, RankResult, compare, mesh_size
 
 HIDDEN = (64, 512)
 ROUNDS = {64: 13, 512: 5}
@@ -113,7 +113,7 @@ def _patience(job: Job) -> float:
     return 120 + steps * (2 if job.sizes.hidden <= 128 else 15)
 
 
-def _rows(job: Job, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
+def _rows(job: Job, found: Sequence[dict[str, RankResult]]) -> Iterator[Ratio]:
     """Times are those of rank 0, which waits for all; memory is that of the rank with the most."""
     first, *others = found[0]
     case = f"{job.layout} {job.sizes.hidden}"
@@ -131,7 +131,9 @@ def _rows(job: Job, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
         yield from _counted(job, found, name, first)
 
 
-def _counted(job: Job, found: Sequence[dict[str, Found]], name: str, first: str) -> Iterator[Ratio]:
+def _counted(
+    job: Job, found: Sequence[dict[str, RankResult]], name: str, first: str
+) -> Iterator[Ratio]:
     """Bytes and collectives of one variant against the first."""
     case = f"{job.layout} {job.sizes.hidden} {name}"
     goal = MEMORY_GOAL if job.layout in SHARDED and name != HAND else None
@@ -146,7 +148,7 @@ def _counted(job: Job, found: Sequence[dict[str, Found]], name: str, first: str)
 
 
 def _speed(
-    name: str, job: Job, found: dict[str, Found], ours: str, against: str, goal: float | None
+    name: str, job: Job, found: dict[str, RankResult], ours: str, against: str, goal: float | None
 ) -> Ratio:
     tokens = job.sizes.tokens
     speeds = (tokens / found[ours].median, tokens / found[against].median)

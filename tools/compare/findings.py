@@ -1,4 +1,4 @@
-"""What the logs of several runs have in common: computed from them, nothing assumed."""
+"""Compares the logs of several runs: computed from them, nothing assumed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

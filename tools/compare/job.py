@@ -37,7 +37,7 @@ class Leg:
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """A run that ended well."""
 
     title: str
@@ -103,7 +103,7 @@ def _slug(mesh: str) -> str:
     return mesh.replace("=", "").replace(",", "-")
 
 
-def _run(options: CompareOptions, leg: Leg) -> Finished:
+def _run(options: CompareOptions, leg: Leg) -> FinishedRun:
     """One run of the trainer, with its progress shown."""
     processes = 1 if leg.mesh == ONE else math.prod(parse_mesh(leg.mesh).values())
     where = () if leg.mesh == ONE else ("--mesh", leg.mesh)
@@ -114,10 +114,10 @@ def _run(options: CompareOptions, leg: Leg) -> Finished:
     launch = Launch(leg.title, options.out / leg.folder, processes, arguments)
     with Display(leg.title, processes, leg.first, leg.last) as display:
         events = follow(launch, options.time_limit, display.show)
-    return Finished(leg.title, events)
+    return FinishedRun(leg.title, events)
 
 
-def report_equality(one: Finished, mesh: Finished) -> list[str]:
+def report_equality(one: FinishedRun, mesh: FinishedRun) -> list[str]:
     """Print the three facts; returns the promises that do not hold."""
     parameters = findings.compare_digests("parameters", one.events, mesh.events)
     masks = findings.compare_digests("dropout", one.events, mesh.events)
@@ -142,7 +142,7 @@ def _yes(digests: findings.Digests) -> str:
     return "yes" if digests.equal else "NO"
 
 
-def _report_resumed(one: Finished, resumed: dict[str, Finished]) -> list[str]:
+def _report_resumed(one: FinishedRun, resumed: dict[str, FinishedRun]) -> list[str]:
     """Print how resumed runs continue the curve; returns the promises that do not hold."""
     curves = {mesh: run.losses for mesh, run in resumed.items()}
     print("\nresumed from the mesh's checkpoint: differences from one device, uninterrupted\n")
@@ -155,13 +155,13 @@ def _report_resumed(one: Finished, resumed: dict[str, Finished]) -> list[str]:
     return broken
 
 
-def _whole_curve(run: Finished, difference: findings.Difference) -> list[str]:
+def _whole_curve(run: FinishedRun, difference: findings.Difference) -> list[str]:
     if difference.relative <= findings.WHOLE_BOUND:
         return []
     return [f"{run.title} leaves the curve at step {difference.step} ({difference.relative:.1e})"]
 
 
-def _write(out: Path, one: Finished, others: list[Finished], broken: list[str]) -> None:
+def _write(out: Path, one: FinishedRun, others: list[FinishedRun], broken: list[str]) -> None:
     """The curves, all logs in one file, and the result as JSON."""
     draw_curves(out / "curves.png", one.losses, {run.title: run.losses for run in others})
     with (out / "log.jsonl").open("w") as log:

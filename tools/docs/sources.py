@@ -67,7 +67,7 @@ def pages() -> Iterator[Page]:
         yield Page(path.name, path.read_text())
     for target, heading in SECTIONS.items():
         yield Page(target, section(readme.read_text(), heading), readme)
-    yield Page("measured.md", measured(figures.recorded()))
+    yield Page("measured.md", benchmarks_page(figures.recorded_runs()))
     for name in ("CONTRIBUTING", "SECURITY", "CODE_OF_CONDUCT"):
         path = ROOT / ".github" / f"{name}.md"
         target = f"{name.lower().replace('_', '-')}.md"
@@ -81,7 +81,7 @@ def pages() -> Iterator[Page]:
             yield Page(f"guides/{path.name}", path.read_text(), path)
 
 
-def measured(runs: Mapping[Path, dict[str, Any]]) -> str:
+def benchmarks_page(runs: Mapping[Path, dict[str, Any]]) -> str:
     """The page of recorded runs: a table for each, and a link to its raw data."""
     parts = [
         "# Measured\n\nThe runs that are quoted elsewhere, whole: one of each benchmark. A line is"
@@ -216,6 +216,6 @@ def write(folder: Path) -> dict[str, Page]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(linked(page, known))
     (folder / RAW).mkdir()
-    for path in figures.recorded():
+    for path in figures.recorded_runs():
         shutil.copy(path, folder / RAW / path.name)
     return found

@@ -26,7 +26,7 @@ NEEDS: Final = {
 
 
 @dataclass(frozen=True)
-class Found:
+class CaseResult:
     """What a case found.
 
     Attributes:
@@ -54,7 +54,7 @@ class Case:
     """
 
     name: str
-    ask: Callable[[torch.device], Found]
+    ask: Callable[[torch.device], CaseResult]
     needs: tuple[str, ...] = ()
     patience: float = 0.0
 
@@ -63,17 +63,17 @@ Pair = tuple[Any, Any]
 """What was expected, and what was there."""
 
 
-def figure(got: str, expected: str = "a figure", more: str = "") -> Found:
+def figure(got: str, expected: str = "a figure", more: str = "") -> CaseResult:
     """What is neither right nor wrong."""
-    return Found(expected, got, None, more)
+    return CaseResult(expected, got, None, more)
 
 
-def holds(expected: str, fine: bool, got: str = "", more: str = "") -> Found:
+def holds(expected: str, fine: bool, got: str = "", more: str = "") -> CaseResult:
     """A statement that is true or not."""
-    return Found(expected, got or ("so" if fine else "not so"), fine, more)
+    return CaseResult(expected, got or ("so" if fine else "not so"), fine, more)
 
 
-def same_bits(pairs: Mapping[str, Pair], expected: str = BITS) -> Found:
+def same_bits(pairs: Mapping[str, Pair], expected: str = BITS) -> CaseResult:
     """All pairs have the same bytes; NaN equals itself."""
     wrong = {name: one for name, (a, b) in pairs.items() if (one := _difference(a, b))}
     return _found(expected, f"the same bits ({_counted(pairs)})", wrong)
@@ -81,7 +81,7 @@ def same_bits(pairs: Mapping[str, Pair], expected: str = BITS) -> Found:
 
 def alike(
     pairs: Mapping[str, Pair], tolerance: float = TOLERANCE, expected: str | None = None
-) -> Found:
+) -> CaseResult:
     """All pairs have the same bits, or differ by no more than the tolerance, of the largest."""
     furthest, bitwise, wrong = 0.0, True, {}
     for name, (a, b) in pairs.items():
@@ -96,11 +96,11 @@ def alike(
     return _found(expected, f"{got} ({_counted(pairs)})", wrong)
 
 
-def both(*found: Found) -> Found:
+def both(*found: CaseResult) -> CaseResult:
     """Several findings as one: as bad as the worst."""
     bad = [one for one in found if one.fine is False]
     shown = bad or found
-    return Found(
+    return CaseResult(
         "; ".join(dict.fromkeys(one.expected for one in shown)),
         "; ".join(dict.fromkeys(one.got for one in shown)),
         False if bad else (None if all(one.fine is None for one in found) else True),
@@ -108,12 +108,12 @@ def both(*found: Found) -> Found:
     )
 
 
-def _found(expected: str, got: str, wrong: Mapping[str, str]) -> Found:
+def _found(expected: str, got: str, wrong: Mapping[str, str]) -> CaseResult:
     if not wrong:
-        return Found(expected, got, True)
+        return CaseResult(expected, got, True)
     lines = [f"{name}: {text}" for name, text in wrong.items()]
     more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
-    return Found(expected, lines[0] + more, False, "\n".join(lines))
+    return CaseResult(expected, lines[0] + more, False, "\n".join(lines))
 
 
 def _counted(pairs: Sequence[object] | Mapping[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""What a case found: one line of the report, and one line of a file while it goes on."""
+"""Defines what a case found: one line of the report, and one of a file meanwhile."""
 
 from __future__ import annotations
 

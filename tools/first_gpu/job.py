@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _told(section: Section, found: Sequence[Finding], seconds: float) -> str:
     bad = [one for one in found if one.status in BAD]
-    text = f"{seconds:5.0f} s  {section.name:8} {report.counted(found)}"
+    text = f"{seconds:5.0f} s  {section.name:8} {report.status_counts(found)}"
     lines = [f"         {one.status:7} {one.case}: {one.got[:100]}" for one in bad[:_SHOWN]]
     more = [f"         and {len(bad) - _SHOWN} more"] if len(bad) > _SHOWN else []
     return "\n".join([text, *lines, *more])

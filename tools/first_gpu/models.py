@@ -125,8 +125,7 @@ def _tp(zero: int = 0, **words: Any) -> dict[str, Any]:
 
 
 def _stages(schedule: str, **words: Any) -> dict[str, Any]:
-    pipeline = {"stages": "blocks.*", "schedule": schedule, "microbatches": 4}
-    return {"pipeline": pipeline, **words}
+    return {"stages": "blocks.*", "schedule": schedule, "microbatches": 4, **words}
 
 
 TRAININGS: Final[dict[str, Training]] = {
@@ -216,7 +215,7 @@ def parallelised(training: Training, device: torch.device) -> nn.Module:
     # What is to lie on the host is built there.
     at = torch.device("cpu") if training.words.get("offload") else device
     model = built(training.model, at)
-    return parallelize(model, here, Plan(**training.words), static=training.static)
+    return parallelize(model, here, Plan().with_(**training.words), static=training.static)
 
 
 Step = Callable[[nn.Module, Tensor, Tensor], Tensor]

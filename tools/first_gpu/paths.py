@@ -1,4 +1,4 @@
-"""Where things lie in the checkout, and what goes on the path of the processes."""
+"""Finds the folders of the checkout, and the paths of the processes."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def in_order(found: Iterable[Finding]) -> list[Finding]:
     return sorted(ended, key=lambda one: known.get(one.section, len(known)))
 
 
-def counted(found: Iterable[Finding]) -> str:
+def status_counts(found: Iterable[Finding]) -> str:
     """How many cases have each status."""
     numbers = Counter(one.status for one in found)
     return ", ".join(f"{numbers[one]} {one}" for one in STATUSES if numbers[one]) or "nothing"
@@ -94,7 +94,7 @@ class Report:
 
     def _top(self) -> str:
         head = f"{self.options.device}, {self.seconds:.0f} s of {self.options.minutes:g} minutes"
-        parts = [f"# What this device says\n\n{head}: {counted(self.found)}."]
+        parts = [f"# What this device says\n\n{head}: {status_counts(self.found)}."]
         bad = [one for one in self.found if one.bad]
         rows = [
             (one.section, one.case, one.status, one.expected, one.got, one.where,

@@ -70,7 +70,7 @@ SPLITS: Final = (
 
 def many(device: torch.device) -> int:
     """Elements that take several turns of all threads, and end in the middle of one."""
-    from vescale_rng import threads_of
+    from vescale_rng.cuda import threads_of
 
     return 9 * threads_of(device) + 777 if device.type == "cuda" else 3001
 

@@ -1,4 +1,4 @@
-"""Which sections run when, and for how long: some alone, the others beside each other.
+"""Schedules sections: some alone, the others beside each other, and for how long.
 
 Time that a section leaves over is that of those which come after it.
 """

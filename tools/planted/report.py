@@ -1,4 +1,4 @@
-"""What was found, as tables and as JSON."""
+"""Writes what was found, as tables and as JSON."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_figures_put_several_references_of_one_case_on_one_line(document):
 def test_a_recorded_run_can_be_run_again_by_others(document, tmp_path):
     clean = {**document, "changed_files": 0}
     path = figures.record(clean, tmp_path / "kept")
-    assert figures.recorded(tmp_path / "kept") == {path: clean}
+    assert figures.recorded_runs(tmp_path / "kept") == {path: clean}
     with pytest.raises(ValueError, match="3 files changed"):
         figures.record({**document, "changed_files": 3}, tmp_path / "kept")
 

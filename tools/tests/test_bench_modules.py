@@ -53,7 +53,7 @@ def test_rng_times_every_distribution_against_both_references():
         ("native: uniform, rows", "the whole"),
         ("portable: normal, ragged", "as many"),
         ("consistent: F.dropout, 4 x 4, each draw asks", "stock"),
-        ("consistent: F.dropout, 4 x 4, rows told", "stock"),
+        ("consistent: F.dropout, 4 x 4, rows declared", "stock"),
     } < against
     assert all(row.ours > 0 for row in rows)
 

@@ -26,7 +26,7 @@ def package(tmp_path, monkeypatch):
     ("part", "new"), [("patch", "0.1.4"), ("minor", "0.2.0"), ("major", "1.0.0")]
 )
 def test_following(part, new):
-    assert bump.following("0.1.3", part) == new
+    assert bump.next_version("0.1.3", part) == new
 
 
 def test_release_dates_the_heading_and_the_next_opens_one_above(package):

@@ -10,7 +10,7 @@ import torch
 from vescale_comm import simulate
 from vescale_parallel import forward_backward
 
-from tools.code_lines import ROWS, TORCHTITAN, code_lines, programs, saying, table
+from tools.code_lines import ROWS, TORCHTITAN, code_lines, programs, table, with_words
 
 PROGRAM = '''"""About
 it."""
@@ -46,8 +46,8 @@ def test_the_programs_are_short():
     assert counted["by_rules"] <= 25
     assert counted["by_preset"] <= 6
     for text in programs().values():
-        assert saying(text, ROWS["TP + SP + ZeRO-3"]) == text
-        assert len({saying(text, words) for words in ROWS.values()}) == len(ROWS)
+        assert with_words(text, ROWS["TP + SP + ZeRO-3"]) == text
+        assert len({with_words(text, words) for words in ROWS.values()}) == len(ROWS)
 
 
 def test_the_table_has_all_rows_and_figures():
@@ -76,7 +76,7 @@ def test_a_counted_program_trains_as_one_device(name: str, what: str):
     plain = LlamaForCausalLM(config)
     ids = torch.randint(40, (4, 6))
     program: dict[str, Any] = {}
-    exec(saying(programs()[name], ROWS[what]), program)
+    exec(with_words(programs()[name], ROWS[what]), program)
 
     def run(rank: int, world_size: int) -> list[float]:
         return losses(program["distributed"](copy.deepcopy(plain), 2))

@@ -7,7 +7,7 @@ import pytest
 from vescale_parallel import TrainError
 
 from tools.compare import findings
-from tools.compare.job import Finished, report_equality
+from tools.compare.job import FinishedRun, report_equality
 from tools.compare.launch import Launch, follow
 from tools.compare.options import parse
 from tools.compare.picture import draw_curves
@@ -63,8 +63,8 @@ def test_digests_that_were_never_taken_are_not_equal():
     ],
 )
 def test_broken_promises_are_found(digests: dict[str, str], losses: list[float], broken: list[str]):
-    one = Finished("one", log([2.0, 2.0], parameters="a", dropout="b"))
-    assert report_equality(one, Finished("mesh", log(losses, **digests))) == broken
+    one = FinishedRun("one", log([2.0, 2.0], parameters="a", dropout="b"))
+    assert report_equality(one, FinishedRun("mesh", log(losses, **digests))) == broken
 
 
 def test_a_table_shows_the_first_and_the_last_step():

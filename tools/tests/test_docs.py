@@ -12,9 +12,9 @@ from tools.docs.sources import (
     GUIDES,
     PAGES,
     Page,
+    benchmarks_page,
     guides,
     linked,
-    measured,
     public_modules,
     section,
     write,
@@ -81,7 +81,7 @@ def test_recorded_runs_are_a_page_with_their_raw_data(tmp_path):
     row = {"name": "fill", "ours": 3.0, "reference": 2.0, "unit": "s", "against": "x", "ratio": 1.5}
     machine = {"processor": "p", "cores": 2, "torch": "2.13.0"}
     run = {"benchmark": "some", "title": "A title.", "commit": "abc", "date": "2999-01-01T"}
-    page = measured({tmp_path / "some.json": {**run, "machine": machine, "results": [row]}})
+    page = benchmarks_page({tmp_path / "some.json": {**run, "machine": machine, "results": [row]}})
     assert "| fill | 3 s | x: 2 s | 1.500 |" in page
     assert "[raw data](raw/some.json), commit `abc`" in page
     written = write(tmp_path / "pages")

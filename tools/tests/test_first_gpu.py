@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tools.first_gpu import findings, report, schedule
-from tools.first_gpu.cases import Found, alike, both, same_bits
+from tools.first_gpu.cases import CaseResult, alike, both, same_bits
 from tools.first_gpu.catalogue import SECTIONS
 from tools.first_gpu.findings import Finding, append, latest, read
 from tools.first_gpu.job import FILES, main
@@ -27,7 +27,7 @@ FAULTS = Path(__file__).parent / "first_gpu_faults"
 CPU = torch.device("cpu")
 
 
-def ask(section, name: str) -> Found:
+def ask(section, name: str) -> CaseResult:
     """Ask a case of a section in this process."""
     (case,) = (one for one in section.cases(CPU) if one.name == name)
     return case.ask(CPU)

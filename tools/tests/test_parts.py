@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import left_out, parts
+from tools import omitted_cases, parts
 from tools.packages import ROOT
 from tools.parts import EVERY, NEVER, PARTS, Part, parse_part, read_record, take
 
@@ -27,7 +27,7 @@ def test_models(): pass
 def run(folder: Path, *arguments: str) -> str:
     (folder / "test_it.py").write_text(FILE)
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
-    command = [sys.executable, "-m", "pytest", *settings, "-p", "tools.left_out"]
+    command = [sys.executable, "-m", "pytest", *settings, "-p", "tools.omitted_cases"]
     command += ["-p", "no:cacheprovider", *arguments, str(folder)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
 
@@ -79,7 +79,7 @@ def test_another_number_of_parts_is_not_recorded(monkeypatch):
 
 
 def test_the_list_counts_by_file():
-    lines = left_out.report(
+    lines = omitted_cases.report(
         ["a.py::x[1]", "a.py::x[2]", "b.py::y"], {"a.py": 5, "b.py": 1, "c.py": 9}, {"1/1": NEVER}
     )
     assert lines[0] == "not in the core, so not run: 3 of 15 cases"

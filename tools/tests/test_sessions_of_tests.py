@@ -56,7 +56,7 @@ class Run:
 
 @dataclass
 class Noted:
-    """Stands in for `nox.Session`."""
+    """Takes the place of `nox.Session`."""
 
     name: str
     base: set[str]
@@ -125,10 +125,10 @@ def sessions() -> list[Run]:
 
 
 def cases(folder: Path, *folders: str) -> list[dict[str, Any]]:
-    """All cases below the folders, as `tools.collected` writes them."""
+    """All cases below the folders, as `tools.collected_cases` writes them."""
     told = folder / "cases.json"
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", *folders]
-    command += ["-p", "tools.collected", "--collected", str(told), "-p", "no:cacheprovider"]
+    command += ["-p", "tools.collected_cases", "--collected", str(told), "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found: list[dict[str, Any]] = json.loads(told.read_text())

@@ -1,4 +1,4 @@
-"""A run that left tests out is told apart from one that proved something."""
+"""A run that left tests out differs from one that proved something."""
 
 import ast
 import re

@@ -1,1 +1,1 @@
-"""What a user writes to train Llama 3 in parallel; `tools.code_lines` counts its lines."""
+"""Holds what a user writes to train Llama 3 in parallel; `tools.code_lines` counts it."""

@@ -40,7 +40,7 @@ FAULTS: dict[str, Callable[[Bench], Iterator[Trial]]] = {
     "interleaved shards": _crashes.interleaved_shards,
 }
 MEANINGS = """\
-- `intact`: nothing was lost, and nobody needed to be told.
+- `intact`: nothing was lost, and nobody had to know.
 - `caught`: an error said so, and what was saved before is still there.
 - `hung`: a rank went on waiting, three times as long as its process group allows.
 - `lost`: what had been saved can no longer be loaded.

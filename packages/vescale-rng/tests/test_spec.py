@@ -8,21 +8,18 @@ import torch
 import vescale_rng
 from vescale_rng import (
     Bernoulli,
-    BernoulliOf,
     Cauchy,
     Distribution,
     DistributionError,
     Exponential,
     Geometric,
     LogNormal,
-    Multinomial,
     Normal,
     RandInt,
     Random,
-    RandPerm,
     Uniform,
-    draws,
 )
+from vescale_rng.streams import BernoulliOf, Multinomial, RandPerm, draws
 
 SPEC = (Path(__file__).parent.parent / "SPEC.md").read_text()
 ROWS = {

@@ -1,4 +1,4 @@
-"""What every rank does for the communication rows of `graph`: one model, trained in turns.
+"""Trains one model in turns on every rank, for the communication rows of `graph`.
 
 Data parallel over gloo: eager, captured, torch's DDP, and the joint graph as it is traced and as
 it is scheduled. In turns, so that drift of the machine hits all alike. Forward, backward and the

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from vescale_dtensor import Joint
 from vescale_parallel import GraphError, Plan, graph, memory, parallelize
 
-from tools.bench._graph.alone import Part, parts_of
+from tools.bench._graph.step_parts import Part, parts_of
 from tools.bench._train.model import Sizes, seeded
 from tools.bench._train.ours import PLAN_ZERO3
 from tools.bench._train.training import adamw

@@ -1,4 +1,4 @@
-"""What the benchmark `train` is made of.
+"""Trains and times the variants of the benchmark `train`.
 
 - `model`: a Llama-style decoder as one writes it for one device, and the sizes of a case.
 - `training`: what every variant has to offer, and the words for one.

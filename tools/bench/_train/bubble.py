@@ -1,4 +1,4 @@
-"""How long ranks of a pipeline wait, measured, beside what the simulator says of the schedule."""
+"""Measures how long ranks of a pipeline wait, beside what the simulator says."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 from vescale_parallel._pipeline import step as steps
-from vescale_parallel._pipeline.measured import Stopwatch
-from vescale_parallel._pipeline.runner import Runner
+from vescale_parallel._pipeline.run.measurements import Stopwatch
+from vescale_parallel._pipeline.run.runner import Runner
 from vescale_parallel.schedules import Schedule, StageTimes, simulate_schedule
 
 

@@ -26,7 +26,7 @@ _COLUMNS = ("q.weight", "k.weight", "v.weight", "gate.weight", "up.weight")
 _ROWS = ("out.weight", "down.weight")
 
 
-class Spread(torch.autograd.Function):
+class SpreadRegion(torch.autograd.Function):
     """Into a region that is split over tp: gradients are summed on the way back."""
 
     @staticmethod
@@ -41,7 +41,7 @@ class Spread(torch.autograd.Function):
         return gradient, None
 
 
-class Summed(torch.autograd.Function):
+class SumRegion(torch.autograd.Function):
     """Out of such a region: terms are summed on the way forward."""
 
     @staticmethod
@@ -96,11 +96,11 @@ class Local:
         return self.out_of(F.linear(wide, w[f"{at}down.weight"]))
 
     def into(self, x: Tensor) -> Tensor:
-        result: Tensor = x if self.tp is None else Spread.apply(x, self.tp)  # type: ignore[no-untyped-call]
+        result: Tensor = x if self.tp is None else SpreadRegion.apply(x, self.tp)  # type: ignore[no-untyped-call]
         return result
 
     def out_of(self, x: Tensor) -> Tensor:
-        result: Tensor = x if self.tp is None else Summed.apply(x, self.tp)  # type: ignore[no-untyped-call]
+        result: Tensor = x if self.tp is None else SumRegion.apply(x, self.tp)  # type: ignore[no-untyped-call]
         return result
 
 

@@ -24,7 +24,7 @@ Way = Literal["exchange", "gather"]
 _HEADS, _ROWS = 1, 2
 
 
-class Exchanged(torch.autograd.Function):
+class ExchangeShards(torch.autograd.Function):
     """Shards of one dim for shards of another: one all-to-all forward, and one backward."""
 
     @staticmethod
@@ -45,7 +45,7 @@ def _exchange(x: Tensor, group: dist.ProcessGroup, cut: int, joined: int) -> Ten
     return torch.cat(received.unbind(), joined)
 
 
-class Gathered(torch.autograd.Function):
+class GatherRows(torch.autograd.Function):
     """All ranks' rows; gradients are summed into each rank's own."""
 
     @staticmethod
@@ -83,14 +83,14 @@ class LocalRows(Local):
         return F.linear(mixed.transpose(1, 2).flatten(2), w[f"{at}out.weight"])
 
     def _exchanged(self, *parts: Tensor) -> Tensor:
-        q, k, v = (Exchanged.apply(one, self.cp, _HEADS, _ROWS) for one in parts)  # type: ignore[no-untyped-call]
+        q, k, v = (ExchangeShards.apply(one, self.cp, _HEADS, _ROWS) for one in parts)  # type: ignore[no-untyped-call]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        result: Tensor = Exchanged.apply(mixed, self.cp, _ROWS, _HEADS)  # type: ignore[no-untyped-call]
+        result: Tensor = ExchangeShards.apply(mixed, self.cp, _ROWS, _HEADS)  # type: ignore[no-untyped-call]
         return result
 
     def _gathered(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # Keys behind the last row are seen by none.
-        k, v = (Gathered.apply(one, self.cp)[:, :, : self.end] for one in (k, v))  # type: ignore[no-untyped-call]
+        k, v = (GatherRows.apply(one, self.cp)[:, :, : self.end] for one in (k, v))  # type: ignore[no-untyped-call]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.seen)
 
 

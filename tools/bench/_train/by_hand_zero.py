@@ -67,7 +67,7 @@ class Unit:
 
     def weights(self) -> Weights:
         """Views of the gathered buffer; their gradients are reduce-scattered."""
-        found = Gathered.apply(self.shard, self)  # type: ignore[no-untyped-call]
+        found = GatherWeights.apply(self.shard, self)  # type: ignore[no-untyped-call]
         return dict(zip(self.shapes, found, strict=True))
 
     def views(self) -> tuple[Tensor, ...]:
@@ -106,7 +106,7 @@ class Unit:
         return whole.as_strided(*saved)
 
 
-class Gathered(torch.autograd.Function):
+class GatherWeights(torch.autograd.Function):
     """From a shard to the weights; back, from their gradients to the shard's."""
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Which variants run on which mesh. A further one (another storage layout, say) is a line here."""
+"""Lists the variants that run on each mesh: a further one is a line here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.bench._train.by_hand_context import ByHandContext, Way
 from tools.bench._train.by_hand_zero import ByHandZero3
 from tools.bench._train.by_torch import ByTorch, ReplicatedByTorch
 from tools.bench._train.ours import PLAN, PLAN_CONTEXT, PLAN_ZERO3, Ours
-from tools.bench._train.staged import Staged, StagedByTorch
+from tools.bench._train.stage_variants import StagedByTorch, StagedVariant
 from tools.bench._train.training import Build, OneDevice
 
 EAGER, STATIC, STEP = "ours, eager", "ours, static=True", "ours, captured step"
@@ -83,8 +83,8 @@ STAGED: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
         {"pp": ranks},
         {
             STAGED_TORCH: partial(StagedByTorch, schedule=schedule),
-            STAGED_OURS: partial(Staged, schedule=schedule),
-            STAGED_STATIC: partial(Staged, schedule=schedule, static=True),
+            STAGED_OURS: partial(StagedVariant, schedule=schedule),
+            STAGED_STATIC: partial(StagedVariant, schedule=schedule, static=True),
         },
     )
     for ranks in (2, 4)

@@ -1,4 +1,4 @@
-"""What a training benchmark found beside ratios, case by case."""
+"""Collects what a training benchmark found beside ratios, case by case."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tools.bench._train.ranks import Found, Job
+from tools.bench._train.ranks import Job, RankResult
 from tools.bench._train.words import profile_table, spread_table
 
 
@@ -20,7 +20,7 @@ class Details:
         """Forget an earlier run."""
         self._cases.clear()
 
-    def note(self, job: Job, found: Sequence[dict[str, Found]]) -> str:
+    def note(self, job: Job, found: Sequence[dict[str, RankResult]]) -> str:
         """Keep what the ranks found; returns the name of the case."""
         case = f"{job.layout} {job.sizes.hidden}"
         text = "\n\n".join([spread_table(found), *profile_table(found[0])])

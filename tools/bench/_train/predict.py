@@ -1,4 +1,4 @@
-"""What every rank does in the benchmark `cost`: calibrate, measure a step, and predict it."""
+"""Calibrates, measures a step and predicts it, on every rank of the benchmark `cost`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def predicted(sizes: Sizes, mesh: DeviceMesh) -> Cost:
     )
 
 
-def measured(
+def measure_step(
     rank: int, world_size: int, axes: dict[str, int], sizes: Sizes, rounds: int
 ) -> Measured:
     """The step by hand, whose work is what the model counts, and the prediction of it."""

@@ -1,4 +1,4 @@
-"""Where the time of a step goes on one rank: per op, per collective, and in Python."""
+"""Profiles a step on one rank: time per op, per collective, and in Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank does in the benchmark `train`: check, count, and then time in turns.
+"""Checks, counts, and times in turns, on every rank of the benchmark `train`.
 
 All variants live in the same processes and take turns of a few steps, so that whatever else the
 machine does hits them alike.
@@ -61,7 +61,7 @@ class Job:
 
 
 @dataclass
-class Found:
+class RankResult:
     """What one rank found of one variant.
 
     Attributes:
@@ -103,7 +103,7 @@ class DifferentLosses(AssertionError):
     """A variant does not compute what one device computes, so there is nothing to compare."""
 
 
-def compare(rank: int, world_size: int, job: Job) -> dict[str, Found]:
+def compare(rank: int, world_size: int, job: Job) -> dict[str, RankResult]:
     """Measure every variant of the job on this rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch's DTensor and fused optimizers, about CPUs
@@ -111,7 +111,7 @@ def compare(rank: int, world_size: int, job: Job) -> dict[str, Found]:
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     expected = _losses(OneDevice(job.sizes), job.sizes)
     trainings: dict[str, Training] = {}
-    found: dict[str, Found] = {}
+    found: dict[str, RankResult] = {}
     for name, build in builds.items():
         if job.only and name not in job.only:
             continue
@@ -144,9 +144,9 @@ def require_alike(name: str, losses: list[float], expected: list[float]) -> None
             )
 
 
-def _counted(training: Training, sizes: Sizes, others: dict[int, Any]) -> Found:
+def _counted(training: Training, sizes: Sizes, others: dict[int, Any]) -> RankResult:
     """Losses of the first steps, then the collectives of one, and the memory of the next."""
-    found = Found(losses=_losses(training, sizes))
+    found = RankResult(losses=_losses(training, sizes))
     batch = batch_of(sizes, CHECKED)
     found.taken = measured(lambda: training.step(*batch)).peak
     if getattr(training, "compiled", False):
@@ -167,7 +167,7 @@ def replayed_under_modes() -> AbstractContextManager[Any]:
 
 
 def _take_turns(
-    rank: int, job: Job, trainings: dict[str, Training], found: dict[str, Found]
+    rank: int, job: Job, trainings: dict[str, Training], found: dict[str, RankResult]
 ) -> None:
     """Time the variants, a few steps each in turn; the one that begins changes."""
     batch = batch_of(job.sizes, CHECKED)

@@ -1,4 +1,4 @@
-"""What every variant of the benchmark has to offer, so that all are measured alike."""
+"""Defines the interface of every variant of the benchmark, so that all are measured alike."""
 
 from __future__ import annotations
 

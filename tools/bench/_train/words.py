@@ -1,4 +1,4 @@
-"""What was found beside ratios, as tables for people."""
+"""Writes what was found beside ratios as tables for people."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
 from tools.bench._train.profiling import Line, Profile
-from tools.bench._train.ranks import Found
+from tools.bench._train.ranks import RankResult
 
 LONGEST = 12
 """Lines of a profile; what is left is one line more."""
 
 
-def spread_table(found: Sequence[dict[str, Found]]) -> str:
+def spread_table(found: Sequence[dict[str, RankResult]]) -> str:
     """Times with their spread, the parts of the peak, and what was sent."""
     lines = [
         f"  {'':24s} {'ms/step':>8s} {'quartiles':>15s} "
@@ -32,7 +32,7 @@ def spread_table(found: Sequence[dict[str, Found]]) -> str:
     return "\n".join(lines)
 
 
-def _floors(found: dict[str, Found]) -> Iterator[str]:
+def _floors(found: dict[str, RankResult]) -> Iterator[str]:
     """What a step is made of, timed by itself in the same turns."""
     for name, one in found.items():
         if one.parts:
@@ -42,7 +42,7 @@ def _floors(found: dict[str, Found]) -> Iterator[str]:
             yield f"  floor of {name}: {floor}; the step takes {share:.2f} of it"
 
 
-def profile_table(found: dict[str, Found]) -> Iterator[str]:
+def profile_table(found: dict[str, RankResult]) -> Iterator[str]:
     """A table for each variant that was profiled."""
     for name, one in found.items():
         if one.profile is not None:

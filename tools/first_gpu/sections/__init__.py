@@ -1,1 +1,1 @@
-"""What is asked: a module for each section, with `cases(device)`."""
+"""Asks the questions of a first run: a module for each section, with `cases(device)`."""

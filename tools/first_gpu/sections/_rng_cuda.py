@@ -1,4 +1,4 @@
-"""What only a GPU has: waves beside kernels, draws under a CUDA graph, very large tensors."""
+"""Checks what only a GPU has: waves, draws under a CUDA graph, very large tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tools.first_gpu.cases import Case, Found, holds, same_bits
+from tools.first_gpu.cases import Case, CaseResult, holds, same_bits
 from tools.first_gpu.paths import of_tests
 from tools.first_gpu.rng_shards import Shard, many, parts, short
 
@@ -25,9 +25,11 @@ def cases() -> list[Case]:
     ]
 
 
-def _captured(device: torch.device) -> Found:
+def _captured(device: torch.device) -> CaseResult:
     """Draws with a `GraphGenerator` under a CUDA graph, replayed."""
-    from vescale_rng import GraphGenerator, Normal, dropout, fill_, layout_of, position
+    from vescale_rng import Normal, dropout, fill_, layout_of
+    from vescale_rng.cuda import GraphGenerator
+    from vescale_rng.streams import position
 
     layout: Any = layout_of((3000, 1001), [Shard(1)], (2,), (1,))
     generator = torch.Generator(device)
@@ -61,7 +63,7 @@ def _captured(device: torch.device) -> Found:
     return same_bits(pairs, "what eager draws, at each replay")
 
 
-def _waves(device: torch.device) -> Found:
+def _waves(device: torch.device) -> CaseResult:
     """Torch itself draws the shards, as where a kernel is not right."""
     from vescale_rng._cuda.device import cuda_device
 
@@ -76,7 +78,7 @@ def _waves(device: torch.device) -> Found:
     return same_bits(pairs, "torch's bits, for each shard")
 
 
-def _undisturbed(device: torch.device) -> Found:
+def _undisturbed(device: torch.device) -> CaseResult:
     from vescale_rng import LogNormal, dropout, fill_, layout_of, whole
 
     before = torch.cuda.get_rng_state(device), torch.get_rng_state()
@@ -89,9 +91,10 @@ def _undisturbed(device: torch.device) -> Found:
                      "the default generators stay")  # fmt: skip
 
 
-def _refused(device: torch.device) -> Found:
+def _refused(device: torch.device) -> CaseResult:
     """What would have to be found out while a graph is captured is an error in words."""
-    from vescale_rng import DeviceError, GraphGenerator, Uniform, fill_, layout_of
+    from vescale_rng import DeviceError, Uniform, fill_, layout_of
+    from vescale_rng.cuda import GraphGenerator
 
     layout: Any = layout_of((33, 3), [Shard(0)], (2,), (1,))
     local = torch.empty(layout.local_shape, dtype=torch.float64, device=device)
@@ -109,7 +112,7 @@ def _refused(device: torch.device) -> Found:
     return holds("it says to run it once before", "run it once before" in said, said[:100])
 
 
-def _launches(device: torch.device) -> Found:
+def _launches(device: torch.device) -> CaseResult:
     """A tensor that torch draws in several launches."""
     from vescale_rng import Uniform, fill_, layout_of
 

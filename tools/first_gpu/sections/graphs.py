@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tools.first_gpu.cases import Case, Found, alike, both, figure, holds, same_bits
+from tools.first_gpu.cases import Case, CaseResult, alike, both, figure, holds, same_bits
 from tools.first_gpu.models import TRAININGS, Training, batch, parallelised, whole
 
 EAGER = "eager mode's bits"
@@ -35,7 +35,7 @@ def cases(device: torch.device) -> list[Case]:
     ]
 
 
-def _on_ranks(ranks: int, body: Callable[[], dict[str, Any]], expected: str = EAGER) -> Found:
+def _on_ranks(ranks: int, body: Callable[[], dict[str, Any]], expected: str = EAGER) -> CaseResult:
     from vescale_comm import simulate
 
     found = simulate(ranks)(lambda rank, world_size: body())
@@ -43,7 +43,7 @@ def _on_ranks(ranks: int, body: Callable[[], dict[str, Any]], expected: str = EA
                      expected)  # fmt: skip
 
 
-def _captured(device: torch.device) -> Found:
+def _captured(device: torch.device) -> CaseResult:
     """A recorded forward and its gradients, beside the same model without."""
     import vescale_dtensor as vd
 
@@ -69,7 +69,7 @@ def _captured(device: torch.device) -> Found:
     return _on_ranks(2, body)
 
 
-def _static(name: str, device: torch.device) -> Found:
+def _static(name: str, device: torch.device) -> CaseResult:
     """A model that is recorded, beside the same in eager mode."""
     from vescale_parallel import captured_units
 
@@ -93,7 +93,7 @@ def _static(name: str, device: torch.device) -> Found:
     return both(found, holds("steps are replayed", sum(replays) > 0, f"{sum(replays)} replays"))
 
 
-def _train_step(name: str, device: torch.device) -> Found:
+def _train_step(name: str, device: torch.device) -> CaseResult:
     """The whole step of a ZeRO model as a graph, with the optimizer and clipping inside."""
 
     def body() -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _part(module: Any) -> int:
     return int(0.85 * memory.plan(module, solver="rules", seconds=0).program_peak)
 
 
-def _cuda_graph(device: torch.device) -> Found:
+def _cuda_graph(device: torch.device) -> CaseResult:
     """A recorded step under a CUDA graph: replays draw on, as eager does."""
     import vescale_dtensor as vd
     from vescale_dtensor import Shard
@@ -216,7 +216,7 @@ def _warm(call: Callable[[], Any], model: nn.Module) -> None:
     model.zero_grad()
 
 
-def _cuda_graph_of_step(device: torch.device) -> Found:
+def _cuda_graph_of_step(device: torch.device) -> CaseResult:
     """A whole step, its optimizer included, replayed as a CUDA graph on one rank."""
     of = TRAININGS[ZERO]
     alone = Training({"dp": 1}, of.words)
@@ -238,7 +238,7 @@ def _cuda_graph_of_step(device: torch.device) -> Found:
     return holds("replays move the parameters", moved and finite, f"loss {float(whole(loss)):.4f}")
 
 
-def _regions(backend: str, device: torch.device) -> Found:
+def _regions(backend: str, device: torch.device) -> CaseResult:
     """Regions between collectives, compiled: eager's numbers up to rounding."""
     from vescale_comm import simulate
     from vescale_parallel import graph
@@ -267,7 +267,7 @@ def _regions(backend: str, device: torch.device) -> Found:
     return both(alike(pairs, expected="within 1e-05 of eager mode"), regions)
 
 
-def _compiled_capture(device: torch.device) -> Found:
+def _compiled_capture(device: torch.device) -> CaseResult:
     """`torch.compile` as the transform of a captured module."""
     import vescale_dtensor as vd
     from vescale_comm import simulate
@@ -296,7 +296,7 @@ def _compiled_capture(device: torch.device) -> Found:
     return alike(pairs, expected="within 1e-05 of eager mode")
 
 
-def _rates(device: torch.device) -> Found:
+def _rates(device: torch.device) -> CaseResult:
     """What `graph.calibrate` finds out about the machine."""
     from vescale_comm import simulate
     from vescale_parallel import graph

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tools.first_gpu.cases import Case, Found, holds, same_bits
+from tools.first_gpu.cases import Case, CaseResult, holds, same_bits
 from tools.first_gpu.paths import of_tests
 from tools.first_gpu.rng_shards import FLOATS, SPLITS, distributions, parts, short, strided
 
@@ -42,7 +42,7 @@ def cases(device: torch.device) -> list[Case]:
 
 
 def _each(
-    policy: str, ask: Callable[..., Found], kinds: Sequence[tuple[Any, torch.dtype]]
+    policy: str, ask: Callable[..., CaseResult], kinds: Sequence[tuple[Any, torch.dtype]]
 ) -> list[Case]:
     """A case for each kind; interpreted, only of some."""
     found = []
@@ -53,10 +53,10 @@ def _each(
     return found
 
 
-def _beside(function: str, *given: str) -> Callable[[torch.device], Found]:
+def _beside(function: str, *given: str) -> Callable[[torch.device], CaseResult]:
     """Ask what the tests of the package compare as well."""
 
-    def ask(device: torch.device) -> Found:
+    def ask(device: torch.device) -> CaseResult:
         compared = getattr(of_tests("comm", "vescale_comm_kernels"), function)(*given, device)
         pairs = {name: (expected, found) for name, expected, found in compared}
         return same_bits(pairs, "the bits of the torch path on the host")
@@ -64,7 +64,7 @@ def _beside(function: str, *given: str) -> Callable[[torch.device], Found]:
     return ask
 
 
-def _wire(wire: Any, device: torch.device) -> Found:
+def _wire(wire: Any, device: torch.device) -> CaseResult:
     """A compressed sum by the public function: the kernels on a GPU, torch on the host."""
     from vescale_comm import Emulator
 
@@ -76,7 +76,7 @@ def _wire(wire: Any, device: torch.device) -> Found:
     return same_bits(pairs, "the host's bits")
 
 
-def _portable(distribution: Any, dtype: torch.dtype, device: torch.device) -> Found:
+def _portable(distribution: Any, dtype: torch.dtype, device: torch.device) -> CaseResult:
     """The kernel of the portable policy beside numpy's numbers, in boxes of several kinds."""
     from vescale_rng import _portable as policy
     from vescale_rng._portable import launch
@@ -114,7 +114,7 @@ def _drawer(device: torch.device) -> Any:
     return of_tests("rng", "cuda_model").ModelDevice(512)
 
 
-def _native(distribution: Any, dtype: torch.dtype, device: torch.device) -> Found:
+def _native(distribution: Any, dtype: torch.dtype, device: torch.device) -> CaseResult:
     """The kernel of the native policy, as it is compared before it is used."""
     from vescale_rng import DistributionError
     from vescale_rng._cuda.map_check import Routes
@@ -131,7 +131,7 @@ def _native(distribution: Any, dtype: torch.dtype, device: torch.device) -> Foun
     return holds("torch's bits", route.kernel, route.why or "the same bits")
 
 
-def _native_dropout(dtype: torch.dtype, device: torch.device) -> Found:
+def _native_dropout(dtype: torch.dtype, device: torch.device) -> CaseResult:
     from vescale_rng._cuda.dropout_check import DropoutRoutes
 
     with warnings.catch_warnings():
@@ -140,7 +140,7 @@ def _native_dropout(dtype: torch.dtype, device: torch.device) -> Found:
     return holds("torch's bits", not why, why or f"the same bits, vectors of {widest}")
 
 
-def _native_probabilities(device: torch.device) -> Found:
+def _native_probabilities(device: torch.device) -> CaseResult:
     from vescale_rng._cuda.bernoulli import BernoulliRoutes
 
     found = {}

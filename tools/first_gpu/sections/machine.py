@@ -1,4 +1,4 @@
-"""What this machine is: device, driver, memory, versions, and which parts are there."""
+"""Describes this machine: device, driver, memory, versions, and which parts are there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.first_gpu.cases import Case, Found, figure, holds, same_bits
+from tools.first_gpu.cases import Case, CaseResult, figure, holds, same_bits
 from tools.packages import PACKAGES
 
 OPTIONAL = (
@@ -42,7 +42,7 @@ def cases(device: torch.device) -> list[Case]:
     ]
 
 
-def _device(device: torch.device) -> Found:
+def _device(device: torch.device) -> CaseResult:
     facts = torch.cuda.get_device_properties(device)
     count = torch.cuda.device_count()
     return figure(
@@ -52,7 +52,7 @@ def _device(device: torch.device) -> Found:
     )
 
 
-def _driver(device: torch.device) -> Found:
+def _driver(device: torch.device) -> CaseResult:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return figure("nvidia-smi is not there")
@@ -62,13 +62,13 @@ def _driver(device: torch.device) -> Found:
     return figure(done.stdout.strip().split("\n")[0] or done.stderr.strip())
 
 
-def _memory(device: torch.device) -> Found:
+def _memory(device: torch.device) -> CaseResult:
     free, total = torch.cuda.mem_get_info(device)
     backend = torch.cuda.get_allocator_backend()
     return figure(f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f}, allocator {backend}")
 
 
-def _versions(device: torch.device) -> Found:
+def _versions(device: torch.device) -> CaseResult:
     parts = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     parts.append(f"CUDA {torch.version.cuda}")
     if device.type == "cuda":
@@ -81,14 +81,14 @@ def _versions(device: torch.device) -> Found:
     )
 
 
-def _processor(device: torch.device) -> Found:
+def _processor(device: torch.device) -> CaseResult:
     return figure(
         f"{platform.machine()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} "
         f"threads and {torch.backends.cpu.get_cpu_capability()}"
     )
 
 
-def _imports(module: str, device: torch.device) -> Found:
+def _imports(module: str, device: torch.device) -> CaseResult:
     found = import_module(module)
     return holds("it imports", True, f"{found.__version__}, {_short(found.__file__)}")
 
@@ -98,7 +98,7 @@ def _short(file: str | None) -> str:
     return "/".join(parts[parts.index("packages") :]) if "packages" in parts else str(file)
 
 
-def _optional(device: torch.device) -> Found:
+def _optional(device: torch.device) -> CaseResult:
     there = {name: _version(name) for name in OPTIONAL if find_spec(name) is not None}
     tools = [one for one in ("g++", "nvcc", "ninja") if shutil.which(one)]
     text = ", ".join(f"{name} {number}".strip() for name, number in there.items())
@@ -112,13 +112,13 @@ def _version(name: str) -> str:
         return ""
 
 
-def _environment(device: torch.device) -> Found:
+def _environment(device: torch.device) -> CaseResult:
     # Names and not values, of which some are nobody's business, but for those of our own.
     named = sorted(name for name in os.environ if name.startswith(_SET))
     return figure(", ".join(named) or "nothing that concerns CUDA, NCCL, torch or triton")
 
 
-def _simulates(device: torch.device) -> Found:
+def _simulates(device: torch.device) -> CaseResult:
     from vescale_comm import all_reduce, simulate
 
     def body(rank: int, world_size: int) -> Tensor:
@@ -129,7 +129,7 @@ def _simulates(device: torch.device) -> Found:
     return same_bits({f"rank {at}": (expected, one) for at, one in enumerate(found)})
 
 
-def _arithmetic(device: torch.device) -> Found:
+def _arithmetic(device: torch.device) -> CaseResult:
     """A product and its gradient beside the same in float64."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 64, generator=generator).to(device) for _ in range(2))
@@ -143,7 +143,7 @@ def _arithmetic(device: torch.device) -> Found:
     )  # fmt: skip
 
 
-def _triton_compiles(device: torch.device) -> Found:
+def _triton_compiles(device: torch.device) -> CaseResult:
     from tools.first_gpu.sections import _triton_probe
 
     x = torch.arange(1000.0, device=device)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tools.first_gpu.cases import Case, Found, figure, holds
+from tools.first_gpu.cases import Case, CaseResult, figure, holds
 from tools.first_gpu.models import TRAININGS, batch, built, parallelised, step_of
 
 ROOM = 1.02
@@ -60,7 +60,7 @@ def _traced(device: torch.device) -> tuple[Any, list[Any]]:
     return make_fx(step, tracing_mode="fake")(*given), given
 
 
-def _planned(how: str, device: torch.device) -> Found:
+def _planned(how: str, device: torch.device) -> CaseResult:
     from vescale_parallel import graph, memory
 
     made, given = _traced(device)
@@ -94,7 +94,7 @@ def _alive(device: torch.device) -> int:
     return sum(sizes.values())
 
 
-def _kept(name: str, device: torch.device) -> Found:
+def _kept(name: str, device: torch.device) -> CaseResult:
     """As many bytes live after the sixth step as after the third."""
     from vescale_comm import barrier, simulate
 
@@ -120,7 +120,7 @@ def _kept(name: str, device: torch.device) -> Found:
                  f"{grown:+,} bytes of {bytes_after[-1]:,}")  # fmt: skip
 
 
-def _held(device: torch.device) -> Found:
+def _held(device: torch.device) -> CaseResult:
     """Two ranks of ZeRO-3 hold what one device holds, and not twice."""
     from vescale_comm import barrier, simulate
 
@@ -143,7 +143,7 @@ def _held(device: torch.device) -> Found:
     return holds("at most 1.5 of one device's", held <= 1.5 * plain, f"{held / plain:.2f}")
 
 
-def _priced(device: torch.device) -> Found:
+def _priced(device: torch.device) -> CaseResult:
     """The peak of a step of the trainer's decoder beside what its plan's cost says."""
     from vescale_parallel import Plan, memory, mesh, parallelize
     from vescale_parallel.train.model import Decoder, ModelConfig

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tools.first_gpu.cases import Case, Found, alike
+from tools.first_gpu.cases import Case, CaseResult, alike
 from tools.first_gpu.models import (
     TRAININGS,
     Training,
@@ -37,7 +37,7 @@ def cases(device: torch.device) -> list[Case]:
     return [case for _, case in sorted([*trainings, *families], key=lambda one: one[0])]
 
 
-def _trained(training: Training, device: torch.device) -> Found:
+def _trained(training: Training, device: torch.device) -> CaseResult:
     from vescale_comm import simulate
 
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ def _trained(training: Training, device: torch.device) -> Found:
     )
 
 
-def _operators(family: str, ranks: int, device: torch.device) -> Found:
+def _operators(family: str, ranks: int, device: torch.device) -> CaseResult:
     """Each operator of a family along each dim of its first operand, with gradients."""
     from vescale_comm import simulate
 

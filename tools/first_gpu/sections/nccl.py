@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tools.first_gpu.cases import Case, Found, both, holds, same_bits
+from tools.first_gpu.cases import Case, CaseResult, both, holds, same_bits
 
 WAYS = ("by mesh()", "by init_process_group", "bound to its device")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
@@ -48,7 +48,7 @@ def _group(way: str, device: torch.device) -> Any:
     return as_group(None)
 
 
-def _closed(ask: Callable[[Any], Found], way: str, device: torch.device) -> Found:
+def _closed(ask: Callable[[Any], CaseResult], way: str, device: torch.device) -> CaseResult:
     """Ask something of a group, and close it."""
     try:
         found = ask(_group(way, device))
@@ -58,8 +58,8 @@ def _closed(ask: Callable[[Any], Found], way: str, device: torch.device) -> Foun
     return both(found, holds("the group is closed", not dist.is_initialized(), "closed"))
 
 
-def _each(way: str, device: torch.device) -> Found:
-    def ask(group: Any) -> Found:
+def _each(way: str, device: torch.device) -> CaseResult:
+    def ask(group: Any) -> CaseResult:
         return same_bits(_collectives(group, device), "its own values")
 
     return _closed(ask, way, device)
@@ -124,10 +124,10 @@ def _launched(group: Any, device: torch.device) -> dict[str, Any]:
     return {f"{name}, by the backend": (x, call.written()[0]) for name, call in calls.items()}
 
 
-def _dtypes(device: torch.device) -> Found:
+def _dtypes(device: torch.device) -> CaseResult:
     import vescale_comm as comm
 
-    def ask(group: Any) -> Found:
+    def ask(group: Any) -> CaseResult:
         pairs: dict[str, Any] = {}
         for dtype in DTYPES:
             x = torch.tensor([0, 1, 1, 0, 1], device=device).to(dtype)
@@ -143,11 +143,11 @@ def _dtypes(device: torch.device) -> Found:
     return _closed(ask, WAYS[0], device)
 
 
-def _message_first(device: torch.device) -> Found:
+def _message_first(device: torch.device) -> CaseResult:
     """A message to itself before any collective of the group."""
     import vescale_comm as comm
 
-    def ask(group: Any) -> Found:
+    def ask(group: Any) -> CaseResult:
         x = torch.arange(5.0, device=device)
         moved = comm.permute(x, group, pairs=[(0, 0)], shape=x.shape)
         return same_bits({"permute": (x, moved)}, "its own values")
@@ -155,7 +155,7 @@ def _message_first(device: torch.device) -> Found:
     return _closed(ask, WAYS[1], device)
 
 
-def _plans(device: torch.device) -> Found:
+def _plans(device: torch.device) -> CaseResult:
     """Plans of every kind on a mesh of one rank: what is trained is one device's model."""
     from tools.first_gpu.cases import alike
     from tools.first_gpu.models import (
@@ -184,7 +184,7 @@ def _plans(device: torch.device) -> Found:
     return alike(pairs)
 
 
-def _keeps_device(device: torch.device) -> Found:
+def _keeps_device(device: torch.device) -> CaseResult:
     """The caller's current device stays where there are several; `mesh` needs no LOCAL_RANK."""
     from vescale_parallel import mesh
 
@@ -201,7 +201,7 @@ def _keeps_device(device: torch.device) -> Found:
     return holds(f"device {last}, which the caller has set", found == last, f"device {found}")
 
 
-def _saved(device: torch.device) -> Found:
+def _saved(device: torch.device) -> CaseResult:
     """A checkpoint of a parallelised model, by a group of one rank."""
     from vescale_ckpt import load, save
 

@@ -1,4 +1,4 @@
-"""Where a step makes the host wait for the device: each place, with its line.
+"""Finds where a step makes the host wait for the device: each place, with its line.
 
 On every device by a mode that sees operators which tell the host a value, or make a tensor of a
 size that only the values tell; on a GPU also by torch's own debug mode, which sees what waits.
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tools.first_gpu.cases import Case, Found, holds
+from tools.first_gpu.cases import Case, CaseResult, holds
 from tools.first_gpu.models import TRAININGS, Training, batch, parallelised, step_of
 from tools.first_gpu.paths import of_checkout
 
@@ -151,7 +151,7 @@ def waits_noted(places: Counter[str]) -> Iterator[None]:
         yield
 
 
-def _step(of: Training, most: int | None, device: torch.device, fused: bool = False) -> Found:
+def _step(of: Training, most: int | None, device: torch.device, fused: bool = False) -> CaseResult:
     from vescale_comm import simulate
 
     def body(rank: int, world_size: int) -> Counter[str]:
@@ -192,7 +192,7 @@ def _counted(
     return reads.places | replayed
 
 
-def _said(found: list[Counter[str]], most: int | None) -> Found:
+def _said(found: list[Counter[str]], most: int | None) -> CaseResult:
     """As bad as the worst rank."""
     places = max(found, key=lambda one: one.total())
     lines = [f"{count} x {place}" for place, count in places.most_common()]
@@ -200,13 +200,13 @@ def _said(found: list[Counter[str]], most: int | None) -> Found:
     if len(lines) > 1:
         got += f" (and {len(lines) - 1} other places)"
     if most is None:
-        return Found("a figure", got, None, "\n".join(lines))
+        return CaseResult("a figure", got, None, "\n".join(lines))
     expected = "nothing that waits" if not most else f"{most} places that wait at most"
     return holds(expected, places.total() <= most, got, "\n".join(lines))
 
 
-def _local(device: torch.device) -> Found:
-    """Each rank passes its own rows: how many those are, others have to be told."""
+def _local(device: torch.device) -> CaseResult:
+    """Each rank passes its own rows: how many those are, others have to learn."""
     from vescale_comm import simulate
 
     of = Training({"dp": 2}, {"batch": "dp:0", "batch_is": "local"})

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tools.first_gpu.cases import Case, Found, both, holds, same_bits
+from tools.first_gpu.cases import Case, CaseResult, both, holds, same_bits
 from tools.first_gpu.rng_shards import (
     FLOATS,
     SPLITS,
@@ -60,7 +60,7 @@ def _shape(split: Split, device: torch.device) -> tuple[int, ...]:
     return tuple(many(device) if extent == -1 else extent for extent in split.shape)
 
 
-def _native(distribution: Any, dtype: torch.dtype, device: torch.device) -> Found:
+def _native(distribution: Any, dtype: torch.dtype, device: torch.device) -> CaseResult:
     """Each layout beside torch's own call, and the generator behind it."""
     from vescale_rng import DistributionError, fill_
 
@@ -88,7 +88,7 @@ def _native(distribution: Any, dtype: torch.dtype, device: torch.device) -> Foun
     return both(same_bits(pairs, "torch's bits, for each shard"), *([kernel] if told else []))
 
 
-def _portable(distribution: Any, dtype: torch.dtype, device: torch.device) -> Found:
+def _portable(distribution: Any, dtype: torch.dtype, device: torch.device) -> CaseResult:
     """Each layout on this device beside the whole on the host."""
     from vescale_rng import fill_, use
 
@@ -114,7 +114,7 @@ def _portable(distribution: Any, dtype: torch.dtype, device: torch.device) -> Fo
     return same_bits(pairs, "the host's bits, for each shard")
 
 
-def _dropout(dtype: torch.dtype, device: torch.device) -> Found:
+def _dropout(dtype: torch.dtype, device: torch.device) -> CaseResult:
     """Forward and backward of each shard beside one device's."""
     from vescale_rng import dropout
 
@@ -167,7 +167,7 @@ def _dropped(
     return pairs
 
 
-def _probabilities(dtype: torch.dtype, device: torch.device) -> Found:
+def _probabilities(dtype: torch.dtype, device: torch.device) -> CaseResult:
     """`bernoulli_` with a tensor of probabilities."""
     from vescale_rng import bernoulli_
 
@@ -188,9 +188,10 @@ def _probabilities(dtype: torch.dtype, device: torch.device) -> Found:
     return same_bits(pairs, "torch's bits, for each shard")
 
 
-def _how_far(device: torch.device) -> Found:
+def _how_far(device: torch.device) -> CaseResult:
     """`skip` moves a generator as far as the op does, without running it."""
-    from vescale_rng import BernoulliOf, Dropout, Normal, Uniform, skip
+    from vescale_rng import Normal, Uniform
+    from vescale_rng.streams import BernoulliOf, Dropout, skip
 
     ops: list[tuple[Any, Callable[[Tensor], Tensor]]]
     ops = [(Dropout(), F.dropout), (BernoulliOf(), torch.bernoulli)]
@@ -215,7 +216,7 @@ def _how_far(device: torch.device) -> Found:
     return same_bits(pairs, "the numbers behind an op")
 
 
-def _state(device: torch.device) -> Found:
+def _state(device: torch.device) -> CaseResult:
     """A generator goes on from plain JSON."""
     from vescale_rng import get_state, set_state
 

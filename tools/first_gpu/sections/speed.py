@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tools.bench._dispatch_cases import CASES as DISPATCH
 from tools.bench._timing import microseconds
-from tools.first_gpu.cases import Case, Found, figure
+from tools.first_gpu.cases import Case, CaseResult, figure
 from tools.first_gpu.rng_shards import Shard
 
 OPERATORS = ("add", "mm", "F.linear", "softmax", "view", "mm + sum + backward", "F.dropout",
@@ -64,7 +64,7 @@ def _in_turns(
     return {name: statistics.median(one) for name, one in times.items()}
 
 
-def _steps(dim: int, layers: int, rows: int, length: int, device: torch.device) -> Found:
+def _steps(dim: int, layers: int, rows: int, length: int, device: torch.device) -> CaseResult:
     """A training step of the trainer's decoder on a mesh of one rank, in several ways."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -119,7 +119,7 @@ def _stepped(model: nn.Module, tokens: Tensor) -> Callable[[], None]:
     return step
 
 
-def _dispatch(name: str, device: torch.device) -> Found:
+def _dispatch(name: str, device: torch.device) -> CaseResult:
     """What an operator costs the host, in a world of 8 that sends nothing."""
     import vescale_dtensor
     from torch.distributed import tensor as stock
@@ -160,7 +160,7 @@ def _dispatch(name: str, device: torch.device) -> Found:
 
 def _beside_a_copy(
     call: Callable[[], object], moved: int, device: torch.device, what: str = ""
-) -> Found:
+) -> CaseResult:
     """GB/s of a kernel that moves so many bytes, beside a copy of as many."""
     source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -169,7 +169,7 @@ def _beside_a_copy(
     return figure(f"{rates['it']:.0f} GB/s, a copy {rates['copy']:.0f} GB/s{what}")
 
 
-def _drawn(policy: Any, device: torch.device) -> Found:
+def _drawn(policy: Any, device: torch.device) -> CaseResult:
     """A shard of columns, which torch alone could not draw without the rest."""
     from vescale_rng import Normal, fill_, layout_of, use
 
@@ -186,7 +186,7 @@ def _drawn(policy: Any, device: torch.device) -> Found:
                           f", normal_ of as many {local.nbytes / plain / 1e9:.0f}")  # fmt: skip
 
 
-def _dropped(device: torch.device) -> Found:
+def _dropped(device: torch.device) -> CaseResult:
     import torch.nn.functional as F
     from vescale_rng import dropout, layout_of
 
@@ -197,14 +197,14 @@ def _dropped(device: torch.device) -> Found:
                           f", F.dropout of as many {2 * x.nbytes / plain / 1e9:.0f}")  # fmt: skip
 
 
-def _quantised(device: torch.device) -> Found:
+def _quantised(device: torch.device) -> CaseResult:
     from vescale_comm._wire import kernels
 
     x = torch.randn(2**26, device=device)
     return _beside_a_copy(lambda: kernels.quantise(x, "int8"), x.nbytes + x.numel(), device)
 
 
-def _folded(device: torch.device) -> Found:
+def _folded(device: torch.device) -> CaseResult:
     from vescale_comm._wire import kernels
 
     scales, values = kernels.quantise(torch.randn(2**25, device=device), "int8")
@@ -213,7 +213,7 @@ def _folded(device: torch.device) -> Found:
     return _beside_a_copy(lambda: kernels.fold(*four), moved, device)
 
 
-def _ordered(device: torch.device) -> Found:
+def _ordered(device: torch.device) -> CaseResult:
     """A sum of four members in rank order, as the fold of bf16 gradients does it."""
     from vescale_comm import Emulator
 
@@ -227,7 +227,7 @@ def _ordered(device: torch.device) -> Found:
     return figure(f"{seconds['ordered'] / seconds['native']:.2f} x sums as they come")
 
 
-def _saved(device: torch.device) -> Found:
+def _saved(device: torch.device) -> CaseResult:
     """A checkpoint of 64 MiB, beside a copy to the host and what the training waits for."""
     import os
     import tempfile

@@ -1,4 +1,4 @@
-"""What runs beside the step: collectives, gathers ahead, offload, saves; and steps on a stream."""
+"""Checks what runs beside the step: collectives, gathers, offload, saves; other streams."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.first_gpu.cases import Case, Found, alike, both, holds, same_bits
+from tools.first_gpu.cases import Case, CaseResult, alike, both, holds, same_bits
 from tools.first_gpu.models import TRAININGS, Training, parallelised, step_of, train
 
 ZERO = "dp=2 zero 3"
 OFFLOADS: dict[str, dict[str, Any]] = {
-    "zero 3": {"zero": 3, "offload": True, "behind": 1},
+    "zero 3": {"zero": 3, "offload": True, "reduce_ahead": 1},
     "zero 3, optimizer": {"zero": 3, "offload": "optimizer"},
     "zero 2": {"zero": 2, "offload": True},
     "zero 1": {"zero": 1, "offload": True},
@@ -60,7 +60,7 @@ def _stream(device: torch.device) -> Iterator[None]:
     torch.cuda.current_stream(device).wait_stream(side)
 
 
-def _asynchronous(device: torch.device) -> Found:
+def _asynchronous(device: torch.device) -> CaseResult:
     """Each collective, begun behind long work and waited for behind more."""
     import vescale_comm as comm
     from vescale_comm import simulate
@@ -111,20 +111,20 @@ def _trained(words: dict[str, Any], device: torch.device, sizes: Any = None) -> 
     return found
 
 
-def _overlapped(device: torch.device) -> Found:
+def _overlapped(device: torch.device) -> CaseResult:
     """The same bits however much is gathered ahead and on its way behind."""
-    expected = _trained({"prefetch": 0, "behind": 0}, device)
+    expected = _trained({"prefetch": 0, "reduce_ahead": 0}, device)
     pairs: dict[str, Any] = {}
-    for words in ({"prefetch": 1, "behind": 1}, {"prefetch": 2, "behind": 3}, {}):
+    for words in ({"prefetch": 1, "reduce_ahead": 1}, {"prefetch": 2, "reduce_ahead": 3}, {}):
         for rank, found in enumerate(_trained(words, device)):
             name = str(words) if words else "auto"
             pairs |= {f"{name}, rank {rank}: {k}": (expected[rank][k], v) for k, v in found.items()}
-    return same_bits(pairs, "the bits of prefetch=0, behind=0")
+    return same_bits(pairs, "the bits of prefetch=0, reduce_ahead=0")
 
 
-def _offloaded(words: dict[str, Any], device: torch.device) -> Found:
+def _offloaded(words: dict[str, Any], device: torch.device) -> CaseResult:
     """Parameters and states in pinned memory of the host, beside the same on the device."""
-    plain = {name: one for name, one in words.items() if name not in ("offload", "behind")}
+    plain = {name: one for name, one in words.items() if name not in ("offload", "reduce_ahead")}
     pairs: dict[str, Any] = {}
     expected = _trained(plain, device)
     for rank, found in enumerate(_trained(words, device)):
@@ -133,7 +133,7 @@ def _offloaded(words: dict[str, Any], device: torch.device) -> Found:
     return both(alike(pairs, expected="within 1e-05 of the device's"), _pinned(words, device))
 
 
-def _pinned(words: dict[str, Any], device: torch.device) -> Found:
+def _pinned(words: dict[str, Any], device: torch.device) -> CaseResult:
     from vescale_comm import simulate
 
     def body(rank: int, world_size: int) -> list[str]:
@@ -146,7 +146,7 @@ def _pinned(words: dict[str, Any], device: torch.device) -> Found:
     return holds("in pinned memory", not loose, f"not pinned: {loose[:3]}" if loose else "pinned")
 
 
-def _saved_behind(device: torch.device) -> Found:
+def _saved_behind(device: torch.device) -> CaseResult:
     """Saves that go on while training writes what is saved."""
     from vescale_ckpt import Staging, async_save, read
 
@@ -172,7 +172,7 @@ def _saved_behind(device: torch.device) -> Found:
     return same_bits(pairs, "the state when it was called")
 
 
-def _on_a_stream(device: torch.device) -> Found:
+def _on_a_stream(device: torch.device) -> CaseResult:
     """Training under `torch.cuda.stream`: the bits of the default stream."""
     expected = _alone(device)
     with _stream(device):
@@ -192,7 +192,7 @@ def _alone(device: torch.device) -> dict[str, Tensor]:
         torch.distributed.destroy_process_group()
 
 
-def _saved_on_a_stream(device: torch.device) -> Found:
+def _saved_on_a_stream(device: torch.device) -> CaseResult:
     """A save under `torch.cuda.stream`, behind work that is not done: what it says it saved."""
     from vescale_ckpt import read, save
 
@@ -212,7 +212,7 @@ def _saved_on_a_stream(device: torch.device) -> Found:
     return same_bits(pairs, "the state when it was called")
 
 
-def _ranks_on_a_stream(device: torch.device) -> Found:
+def _ranks_on_a_stream(device: torch.device) -> CaseResult:
     """Ranks, each on a stream of its own, exchange what is not done yet."""
     from vescale_comm import all_reduce, simulate
 
@@ -240,7 +240,7 @@ def _ranks_on_a_stream(device: torch.device) -> Found:
     )
 
 
-def _reducer(device: torch.device) -> Found:
+def _reducer(device: torch.device) -> CaseResult:
     """A reducer that sends each bucket when it is full, put in the order of a backward."""
     from vescale_comm import Bucket, Reducer, as_group, simulate
 
@@ -264,14 +264,14 @@ def _reducer(device: torch.device) -> Found:
     )
 
 
-def _stages(device: torch.device) -> Found:
+def _stages(device: torch.device) -> CaseResult:
     """Schedules whose messages are under way while other microbatches compute: each the same."""
     from vescale_comm import simulate
 
     found: dict[str, list[Any]] = {}
     for schedule in ("gpipe", "1f1b", "zb-h1"):
-        pipeline = {"stages": "blocks.*", "schedule": schedule, "microbatches": 4}
-        of = Training({"pp": 2}, {"pipeline": pipeline}, microbatches=4)
+        words = {"stages": "blocks.*", "schedule": schedule, "microbatches": 4}
+        of = Training({"pp": 2}, words, microbatches=4)
 
         def body(rank: int, world_size: int, of: Training = of) -> dict[str, Tensor]:
             torch.manual_seed(0)

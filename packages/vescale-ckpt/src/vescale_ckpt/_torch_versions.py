@@ -1,4 +1,4 @@
-"""Which versions of torch and Python this was tested with, and a warning where it meets others.
+"""Lists the versions of torch and Python that were tested, and warns of others.
 
 The distributions state no upper bound: with one, pip would install an old release of ours, or
 answer with a riddle, where most newer versions work. `__init__` imports this before anything else,

@@ -14,7 +14,7 @@ import vescale_ckpt as ckpt
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import metadata as names
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from vescale_ckpt._format.pickled import PickleRefusedError
+from vescale_ckpt._format.pickle_data import PickleRefusedError
 from vescale_ckpt._format.torch_file import read_torch_file
 
 DCP = "torch.distributed.checkpoint.metadata"

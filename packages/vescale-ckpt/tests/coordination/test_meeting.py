@@ -10,7 +10,7 @@ import pytest
 import torch
 import vescale_ckpt as ckpt
 from vescale_ckpt._coordination import meeting
-from vescale_ckpt._coordination.bounded import BoundedStore
+from vescale_ckpt._coordination.bounded_store import BoundedStore
 from vescale_ckpt._coordination.meeting import Call, arrive, refuse
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")

@@ -14,7 +14,7 @@ from faulty_storage import AtCall, FaultyStorage, disk_full_once
 from object_store import ObjectStore
 from vescale_ckpt import save
 from vescale_ckpt._manager.provenance import by_age
-from vescale_ckpt._storage import hold
+from vescale_ckpt._storage import directory_lock
 from vescale_ckpt._storage.local import LocalStorage, lock_directory
 
 
@@ -170,10 +170,10 @@ def test_a_second_run_is_refused(tmp_path):
 
 
 def test_a_root_is_held_by_rank_0_and_not_by_what_it_forked(tmp_path, monkeypatch):
-    monkeypatch.setattr("vescale_ckpt._storage.hold._PATIENCE", 0.1)
+    monkeypatch.setattr("vescale_ckpt._storage.directory_lock._PATIENCE", 0.1)
     path, other = str(tmp_path), ckpt.CheckpointManager(tmp_path)
     # As another run sees it: through a file that it has opened itself.
-    locked = hold._locked
+    locked = directory_lock._locked
     asked = (1, False, None, None, None)
     other._options(0, *asked)
     with pytest.raises(ckpt.StorageError):
@@ -187,7 +187,7 @@ def test_a_root_is_held_by_rank_0_and_not_by_what_it_forked(tmp_path, monkeypatc
     other._hold = None
     with pytest.raises(ckpt.StorageError):  # which ends, and leaves the lock to its parent
         locked(path)
-    mine = hold.Hold(inherited)
+    mine = directory_lock.Hold(inherited)
     inherited = os.dup(inherited)
     del mine
     os.close(locked(path))
@@ -195,11 +195,11 @@ def test_a_root_is_held_by_rank_0_and_not_by_what_it_forked(tmp_path, monkeypatc
 
 
 def test_who_is_refused_closes_its_own_file_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("vescale_ckpt._storage.hold._PATIENCE", 0.0)
+    monkeypatch.setattr("vescale_ckpt._storage.directory_lock._PATIENCE", 0.0)
     held = os.open(tmp_path, os.O_RDONLY)
     lock_directory(held, str(tmp_path))
     with pytest.raises(ckpt.StorageError) as refused:
-        hold.hold(str(tmp_path))
+        directory_lock.hold(str(tmp_path))
     again = os.dup(held)  # takes the number that was free
     del refused
     gc.collect()

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import CheckpointException
 from vescale_ckpt._coordination.coordinator import SingleProcess
 from vescale_ckpt._load.load import LoadOptions, load_with
 from vescale_ckpt._save.save import SaveOptions, save_with
-from vescale_ckpt._storage.committed import read_commit
+from vescale_ckpt._storage.commit_lookup import read_commit
 from vescale_ckpt._storage.local import LocalStorage
 from vescale_ckpt.dcp import StorageWriter
 

@@ -1,4 +1,4 @@
-"""What became of a function on one rank."""
+"""Holds the outcome of a function on one rank: its result, or what it raised."""
 
 import traceback
 from dataclasses import dataclass

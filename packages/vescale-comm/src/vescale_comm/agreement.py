@@ -1,4 +1,4 @@
-"""What each rank tells, heard by every rank: all then go on, or all raise the same error.
+"""Gathers what each rank reports on every rank: all then go on, or all raise the same error.
 
     rows = gather_numbers([digest(settings)], group)
     if len(set(rows)) > 1:
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_comm._engine.failures import explained_failures, failures_in_words
-from vescale_comm._engine.pending import Pending, ready
+from vescale_comm._engine.handles import Pending, ready
 from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.ranks import named
 

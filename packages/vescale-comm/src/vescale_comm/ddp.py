@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vescale_comm._collectives.all_reduce import all_reduce
 from vescale_comm._collectives.in_place import all_reduce_
-from vescale_comm._engine.pending import Pending
+from vescale_comm._engine.handles import Pending
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.group import Group, as_group
 from vescale_comm._wire.fold import Order, check_order

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from vescale_comm._collectives.in_place import reduce_scatter_into
+from vescale_comm._collectives.in_place import reduce_scatter_tensor
 from vescale_comm._collectives.replicated_shards import ReplicaGrid
-from vescale_comm._engine.operators import Finished
+from vescale_comm._engine.operators import FinishedHandle
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._torch.compat import data_parallel_meshes
 from vescale_comm._wire.fold import Order, check_order
@@ -62,7 +62,7 @@ class ReduceScatter:
         """Reduce `input_tensor` over the group; this rank's shard goes to `output_tensor`."""
         # torch calls this from backward hooks, where grad mode is whatever the user's backward has.
         with torch.no_grad():
-            return reduce_scatter_into(
+            return reduce_scatter_tensor(
                 output_tensor,
                 input_tensor,
                 group,
@@ -101,7 +101,7 @@ class _ReplicatedReduceScatter(ReduceScatter):
         with torch.no_grad():
             self._grid.reduce(output_tensor, input_tensor, self._order, self._wire)
         # It has happened already; torch only wants something to wait for.
-        return Finished(output_tensor) if async_op else output_tensor
+        return FinishedHandle(output_tensor) if async_op else output_tensor
 
 
 def install(module: nn.Module, *, order: Order = "rank", wire: Wire | None = None) -> nn.Module:

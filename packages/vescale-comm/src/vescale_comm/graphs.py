@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_comm._engine.exchanged import PairSum, gathers, is_small, start_gather, sums_pair
+from vescale_comm._engine.direct_exchange import PairSum, gathers, is_small, start_gather, sums_pair
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._groups.group import as_group
 from vescale_comm._torch.buffers import flattened, plain
@@ -27,7 +27,7 @@ __all__ = ["Started", "finish", "start_all_gather", "start_all_reduce"]
 _ops: Any = torch.ops._c10d_functional
 
 
-class _Gathering:
+class _PendingGather:
     """A gather under way; what is sent is kept until it is over."""
 
     __slots__ = ("_out", "_work", "_x")
@@ -41,7 +41,7 @@ class _Gathering:
         return self._out
 
 
-Started = Tensor | PairSum | _Gathering
+Started = Tensor | PairSum | _PendingGather
 """A collective under way: what `finish` takes, and nothing else."""
 
 
@@ -61,7 +61,7 @@ def start_all_gather(x: Tensor, members: int, name: str) -> Started:
             own = as_backend_dtype(flattened(plain(x)))
             received = as_backend_dtype(out.view(-1))
             work = start_gather(group.process_group, received, own, group.rank, members)
-            return _Gathering(out, own, work)
+            return _PendingGather(out, own, work)
     found: Tensor = _ops.all_gather_into_tensor(x, members, name)
     return found
 

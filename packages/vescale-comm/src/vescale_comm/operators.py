@@ -1,4 +1,4 @@
-"""What operators of torch do beside what they return: they write to arguments, draw, or send.
+"""Lists what operators of torch do beside returning: writes to arguments, draws, messages.
 
     effects = effects_of(torch.ops.aten.add_.Tensor, {"self": x, "other": y})
     effects.writes   # frozenset({"self"})

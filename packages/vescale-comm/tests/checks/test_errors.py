@@ -50,11 +50,11 @@ BAD = {
     ),
     "bucket-number": (lambda: vc.all_reduce_bucketed([x, 1.0]), "takes a tensor, not float"),
     "output-device": (
-        lambda: vc.all_gather_into(torch.empty(8, 3, device="meta"), x),
+        lambda: vc.all_gather_into_tensor(torch.empty(8, 3, device="meta"), x),
         "the output is torch.float32 (8, 3) on meta, and the result torch.float32 (8, 3) on cpu",
     ),
     "output-strides": (
-        lambda: vc.reduce_scatter_into(torch.empty(3, 2).t(), x),
+        lambda: vc.reduce_scatter_tensor(torch.empty(3, 2).t(), x),
         "the output is not contiguous (shape (2, 3), strides (1, 2))",
     ),
     "pieces-own": (lambda: vc.all_to_all([x, x], shapes=[(1,)] * 2), "is (1,), but this rank"),
@@ -73,7 +73,10 @@ BAD = {
     "negative": (lambda: vc.gather_pieces(x, shapes=[(-1,)] * 2), "shapes has (-1,), with a"),
     "dim-fraction": (lambda: vc.all_gather(x, dim=1.5), "dim 1.5 is out of range"),
     "source-fraction": (lambda: vc.broadcast(x, source=0.5), "source=0.5 is not a member"),
-    "into": (lambda: vc.all_gather_into([0], x), "all_gather_into takes tensors, not list"),
+    "into": (
+        lambda: vc.all_gather_into_tensor([0], x),
+        "all_gather_into_tensor takes tensors, not list",
+    ),
     "lazy": (
         lambda: vc.all_reduce_(torch.zeros(2, dtype=torch.complex64).conj()),
         "the output is a conjugated or negated view",
@@ -91,8 +94,14 @@ BAD = {
     ),
     "strides": (lambda: vc.all_reduce_(x.T), "the output is not contiguous (shape (3, 4)"),
     "leaf": (lambda: vc.all_reduce_(x.clone().requires_grad_()), "writes in place"),
-    "out": (lambda: vc.all_gather_into(torch.empty(7, 3), x), "(7, 3) on cpu, and the result"),
-    "out-dtype": (lambda: vc.reduce_scatter_into(x[:2].double(), x), "the output is torch.float64"),
+    "out": (
+        lambda: vc.all_gather_into_tensor(torch.empty(7, 3), x),
+        "(7, 3) on cpu, and the result",
+    ),
+    "out-dtype": (
+        lambda: vc.reduce_scatter_tensor(x[:2].double(), x),
+        "the output is torch.float64",
+    ),
 }
 
 

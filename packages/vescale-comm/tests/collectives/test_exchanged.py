@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import vescale_comm as vc
 from vescale_comm import graphs
-from vescale_comm._engine import exchanged
+from vescale_comm._engine import direct_exchange
 from vescale_comm.testing import run
 from vescale_comm_seen import Seen
 
@@ -27,11 +27,11 @@ def gathered(rank, world_size):
             of_torch = torch.empty((world_size * shape[0], *shape[1:]), dtype=dtype)
             gather_single(of_torch, x)
             into = torch.empty_like(of_torch)
-            started = vc.all_gather_into(torch.empty_like(into), x, async_op=True)
+            started = vc.all_gather_into_tensor(torch.empty_like(into), x, async_op=True)
             found = [
                 vc.all_gather(x),
                 vc.all_gather(x),
-                vc.all_gather_into(into, x),
+                vc.all_gather_into_tensor(into, x),
                 started.wait(),
             ]
             assert all(torch.equal(one, of_torch) for one in found), (shape, dtype)
@@ -119,7 +119,7 @@ def of_graphs(rank, world_size):
         x.add_(1)  # a graph may write to what is under way
         found = graphs.finish(started)
         assert torch.equal(found, ops.wait_tensor(ops.all_reduce(kept, "sum", name)))
-        exchanges = world_size == 2 and exchanged.is_small(kept)
+        exchanges = world_size == 2 and direct_exchange.is_small(kept)
         assert ("alltoall_base" in seen.names) == exchanges
         copied = kept.clone()
         again = graphs.finish(graphs.start_all_reduce(copied, "sum", name, owned=True))
@@ -150,13 +150,13 @@ def test_collectives_of_a_graph_have_the_bits_of_torchs(size):
 
 def test_what_is_large_or_elsewhere_goes_as_ever():
     small, empty = torch.ones(4), torch.empty(0)
-    assert exchanged.gathers("gloo", small)
-    assert not exchanged.gathers("gloo", empty)
-    assert not exchanged.gathers("nccl", small)
-    assert not exchanged.gathers(None, small)
-    with patch.object(exchanged, "LARGEST", 15):
-        assert not exchanged.gathers("gloo", small)
-    sums = exchanged.sums_pair
+    assert direct_exchange.gathers("gloo", small)
+    assert not direct_exchange.gathers("gloo", empty)
+    assert not direct_exchange.gathers("nccl", small)
+    assert not direct_exchange.gathers(None, small)
+    with patch.object(direct_exchange, "LARGEST", 15):
+        assert not direct_exchange.gathers("gloo", small)
+    sums = direct_exchange.sums_pair
     assert sums("gloo", 2, torch.float32, dist.ReduceOp.SUM)
     assert not sums("gloo", 3, torch.float32, dist.ReduceOp.SUM)
     assert not sums("gloo", 2, torch.float32, dist.ReduceOp.MAX)

@@ -154,7 +154,7 @@ def lazily(rank, world_size):
             "reduce_scatter": (vc.reduce_scatter(x), plain[rank : rank + 1] * 2),
             "all_gather": (vc.all_gather(x), torch.cat([plain, plain])),
             "again": (vc.all_gather(x), torch.cat([plain, plain])),
-            "into": (vc.all_gather_into(plain.new_empty(4), x), torch.cat([plain, plain])),
+            "into": (vc.all_gather_into_tensor(plain.new_empty(4), x), torch.cat([plain, plain])),
             "broadcast": (vc.broadcast(x), plain),
             "permute": (vc.permute(x, pairs=[(0, 1), (1, 0)]), plain),
             "scatter": (vc.scatter(x), plain[rank : rank + 1]),
@@ -173,14 +173,14 @@ def into_again(rank, world_size):
     x = torch.arange(6.0).reshape(3, 2) + 6 * rank
     for _ in range(2):  # once with all checks, then by the short road
         first, second, part = (torch.zeros(6, 2) for _ in range(3))
-        handle = vc.all_gather_into(first, x, async_op=True)
-        assert vc.all_gather_into(second, x) is second
+        handle = vc.all_gather_into_tensor(first, x, async_op=True)
+        assert vc.all_gather_into_tensor(second, x) is second
         assert handle.wait() is first
         # Of memory that is sent and written to.
         part[3 * rank : 3 * rank + 3] = x
-        vc.all_gather_into(part, part[3 * rank : 3 * rank + 3])
+        vc.all_gather_into_tensor(part, part[3 * rank : 3 * rank + 3])
         with pytest.raises(vc.CommArgumentError, match="the result"):
-            vc.all_gather_into(torch.zeros(5, 2), x)
+            vc.all_gather_into_tensor(torch.zeros(5, 2), x)
     return [one.tolist() for one in (first, second, part)]
 
 

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from vescale_comm import all_gather_into, all_reduce_, broadcast_, reduce_scatter_into, simulate
+from vescale_comm import (
+    all_gather_into_tensor,
+    all_reduce_,
+    broadcast_,
+    reduce_scatter_tensor,
+    simulate,
+)
 from vescale_comm.testing import run
 
 # Name: what writes into the four elements it is given, on two ranks.
@@ -13,11 +19,11 @@ WRITES = {
     "all_reduce_, later": lambda x: all_reduce_(x, async_op=True).wait(),
     "all_reduce_, in order": lambda x: all_reduce_(x, order="rank"),
     "broadcast_": lambda x: broadcast_(x),
-    "all_gather_into": lambda x: all_gather_into(x, torch.ones(2)),
-    "all_gather_into, uneven": lambda x: all_gather_into(
+    "all_gather_into_tensor": lambda x: all_gather_into_tensor(x, torch.ones(2)),
+    "all_gather_into_tensor, uneven": lambda x: all_gather_into_tensor(
         x, torch.ones(3 - 2 * torch.distributed.get_rank()), sizes=[3, 1]
     ),
-    "reduce_scatter_into": lambda x: reduce_scatter_into(x, torch.ones(8)),
+    "reduce_scatter_tensor": lambda x: reduce_scatter_tensor(x, torch.ones(8)),
 }
 
 

@@ -105,15 +105,15 @@ def in_place(rank, world_size):
         piece = vc.reduce_scatter(x, sizes=sizes, op=op, order=order, wire=wire)
         out = torch.empty_like(piece)
         how = {"sizes": sizes, "op": op, "order": order, "wire": wire}
-        assert vc.reduce_scatter_into(out, x, **how) is out
+        assert vc.reduce_scatter_tensor(out, x, **how) is out
         assert torch.equal(out, piece)
     x = torch.full((rank + 1, 2), float(rank), dtype=torch.bfloat16)
     sizes = list(range(1, world_size + 1))
     out = torch.empty(sum(sizes), 2, dtype=torch.bfloat16)
-    assert vc.all_gather_into(out, x, sizes=sizes) is out
+    assert vc.all_gather_into_tensor(out, x, sizes=sizes) is out
     assert torch.equal(out, vc.all_gather(x, sizes=sizes))
     even = torch.empty(world_size, 2)
-    assert torch.equal(vc.all_gather_into(even, x[:1].float()), vc.all_gather(x[:1].float()))
+    assert torch.equal(vc.all_gather_into_tensor(even, x[:1].float()), vc.all_gather(x[:1].float()))
     assert torch.equal(vc.broadcast_(even + rank, source=world_size - 1), even + world_size - 1)
 
 

@@ -71,7 +71,7 @@ def test_one_element_of_any_stride(rank, world_size):
         own = x if rank == 0 else x[:0]
         out = torch.zeros(1, 3, dtype=dtype)[:, 1]
         assert torch.equal(
-            vc.all_gather_into(out, own, sizes=alone), vc.all_gather(own, sizes=alone)
+            vc.all_gather_into_tensor(out, own, sizes=alone), vc.all_gather(own, sizes=alone)
         )
 
 

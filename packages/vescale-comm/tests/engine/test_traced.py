@@ -72,8 +72,8 @@ OTHERS = {
     "int8": lambda x: vc.reduce_scatter(x, wire="int8"),
     "in place": lambda x: vc.all_reduce_(x.clone(), op="avg"),
     "in place, later": lambda x: vc.all_reduce_(x.clone(), order="rank", async_op=True).wait(),
-    "into": lambda x: vc.all_gather_into(x.new_empty(8, 2), x),
-    "scattered into": lambda x: vc.reduce_scatter_into(x.new_empty(2, 2), x),
+    "into": lambda x: vc.all_gather_into_tensor(x.new_empty(8, 2), x),
+    "scattered into": lambda x: vc.reduce_scatter_tensor(x.new_empty(2, 2), x),
 }
 
 

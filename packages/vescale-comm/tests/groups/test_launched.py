@@ -11,8 +11,8 @@ import time
 import pytest
 import torch.distributed as dist
 from vescale_comm import CommTimeoutError, init_process_group
-from vescale_comm._groups.launched import world_store
-from vescale_comm._watchdog.current import says_of_restarts
+from vescale_comm._groups.launched_world import world_store
+from vescale_comm._watchdog.current_watcher import says_of_restarts
 
 SIZE = 4
 

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from vescale_comm import CommMismatchError, bound_waits, execution_log, simulate
-from vescale_comm._watchdog.current import forget_executed
+from vescale_comm._watchdog.current_watcher import forget_executed
 from vescale_comm.testing import Failed
 
 
@@ -11,9 +11,7 @@ def drifted(outcomes):
     for one in outcomes:
         assert isinstance(one, Failed), one
         assert one.type_name == "CommMismatchError"
-        assert (
-            "the ranks have drifted apart (ranks 0-2 execute one program together)" in one.message
-        )
+        assert "the ranks have diverged (ranks 0-2 execute one program together)" in one.message
     return outcomes[0].message
 
 

@@ -144,8 +144,12 @@ ALONE = {
     "bucketed": lambda x, g: vc.all_reduce_bucketed([x], g)[0],
     "all_reduce_": lambda x, g: vc.all_reduce_(x.detach().clone(), g),
     "broadcast_": lambda x, g: vc.broadcast_(x.detach().clone(), g),
-    "all_gather_into": lambda x, g: vc.all_gather_into(torch.empty(3, 2), x.detach(), g),
-    "reduce_scatter_into": lambda x, g: vc.reduce_scatter_into(torch.empty(3, 2), x.detach(), g),
+    "all_gather_into_tensor": lambda x, g: vc.all_gather_into_tensor(
+        torch.empty(3, 2), x.detach(), g
+    ),
+    "reduce_scatter_tensor": lambda x, g: vc.reduce_scatter_tensor(
+        torch.empty(3, 2), x.detach(), g
+    ),
     "barrier": lambda x, g: [vc.barrier(g), 1 * x][1],
 }
 

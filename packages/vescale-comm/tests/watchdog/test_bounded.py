@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import pytest
 import torch.distributed as dist
-from vescale_comm._watchdog import bounded
-from vescale_comm._watchdog.bounded import BoundedStore, StoreLostError, in_time
+from vescale_comm._watchdog import bounded_store
+from vescale_comm._watchdog.bounded_store import BoundedStore, StoreLostError, in_time
 from vescale_comm._watchdog.channel import Channel
 from vescale_comm._watchdog.comparison import Comparison
 from vescale_comm._watchdog.watcher import Watcher
@@ -74,8 +74,8 @@ def connected(cable, seconds):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(bounded, "ANSWER_SECONDS", 0.4)
-    monkeypatch.setattr(bounded, "_WAY_SECONDS", 0.4)
+    monkeypatch.setattr(bounded_store, "ANSWER_SECONDS", 0.4)
+    monkeypatch.setattr(bounded_store, "_WAY_SECONDS", 0.4)
 
 
 def until(holds):
@@ -97,7 +97,7 @@ def test_what_a_store_says(cable):
 
 
 def test_a_call_on_a_dead_connection_ends(cable, monkeypatch):
-    monkeypatch.setattr("vescale_comm._watchdog.bounded._WAY_SECONDS", 0.2)
+    monkeypatch.setattr("vescale_comm._watchdog.bounded_store._WAY_SECONDS", 0.2)
     store = connected(cable, 0.2)
     store.set("x", "1")
     cable.cut()

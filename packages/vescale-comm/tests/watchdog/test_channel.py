@@ -9,7 +9,7 @@ import torch.distributed as dist
 from vescale_comm import CommArgumentError, as_group, bound_waits, simulate
 from vescale_comm._watchdog.channel import Answer, Channel, Ending
 from vescale_comm._watchdog.crash import CrashNote
-from vescale_comm._watchdog.current import current
+from vescale_comm._watchdog.current_watcher import current
 from vescale_comm._watchdog.log_store import LogStore
 from vescale_comm._watchdog.places import main_thread
 from vescale_comm._watchdog.watcher import Watcher

@@ -1,4 +1,4 @@
-"""Ranks that drift apart are told what differs, who and where; those that do not hear nothing.
+"""Ranks that diverge are told what differs, who and where; those that do not hear nothing.
 
 Collectives are compared as they are recorded: what is new where everybody waits for the others, the
 rest by a thread beside the program. Nothing is added to what is sent.
@@ -13,7 +13,7 @@ import vescale_comm
 from vescale_comm import all_gather, all_reduce, bound_waits, broadcast, reduce_scatter, testing
 from vescale_comm._watchdog import comparison as comparison_module
 from vescale_comm._watchdog.comparison import Comparison
-from vescale_comm._watchdog.current import current
+from vescale_comm._watchdog.current_watcher import current
 from vescale_comm._watchdog.execution_log import ExecutionLog
 from vescale_comm_processes import ended, free_port
 
@@ -59,7 +59,7 @@ def another_gradient(rank, world_size):
 def test_what_is_new_is_compared_before_it_is_sent(case):
     for outcome in testing.outcomes(case, 3, timeout=60):
         assert outcome.type_name == "CommMismatchError"
-        assert "the ranks have drifted apart (ranks 0-2" in outcome.message
+        assert "the ranks have diverged (ranks 0-2" in outcome.message
         (one,) = [line for line in outcome.message.split("\n") if line.startswith("  rank 1: ")]
         (rest,) = [
             line for line in outcome.message.split("\n") if line.startswith("  ranks 0, 2: ")
@@ -137,7 +137,7 @@ def test_a_rank_that_waits_for_another_one_hears_why(tmp_path, case):
     for _, said in ended(program, 3, tmp_path, case, free_port()):
         raised = said.partition("Traceback (most recent call last)")[2]
         assert "CommMismatchError: " in raised
-        assert "the ranks have drifted apart" in raised
+        assert "the ranks have diverged" in raised
         assert f"{HERE}:" in raised
         assert "rank 2: " in raised
 

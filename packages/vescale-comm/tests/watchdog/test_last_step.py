@@ -139,7 +139,7 @@ def world(case, folder):
 def test_the_rank_the_event_and_the_line_are_told_on_every_rank(case, tmp_path):
     for code, said in world(case, tmp_path):
         assert code == 1, said
-        assert "CommMismatchError: the ranks have drifted apart (ranks 0-2" in said
+        assert "CommMismatchError: the ranks have diverged (ranks 0-2" in said
         (one,) = {line for line in said.split("\n") if line.startswith("  rank 1: ")}
         (rest,) = {line for line in said.split("\n") if line.startswith("  ranks 0, 2: ")}
         assert "drew 5, at " in one

@@ -10,11 +10,11 @@ from vescale_comm._watchdog.crash import crash_of
 from vescale_comm._watchdog.log_store import (
     LogStore,
     alarm_of,
-    heard_entries,
+    parsed_entries,
     positions_of,
 )
-from vescale_comm._watchdog.told_state import heard_state
-from vescale_comm._watchdog.words import heard
+from vescale_comm._watchdog.state_message import parsed_state
+from vescale_comm._watchdog.store_reads import parsed_json
 
 ODD = [
     b"", b"\xff\xfe", b"null", b"3", b"[]", b"{}", b'"text"', b"[" * 100_000, b"9" * 5000, b"NaN",
@@ -45,14 +45,14 @@ def test_answers_endings_and_processes(store, said):
     assert channels[1].endings() == {1: Ending("raised")}
     assert channels[1].gone(range(2)) == {}
     assert channels[1].asked() in (0, 3)
-    assert heard_state(channels[1].told(1)) is None
+    assert parsed_state(channels[1].told(1)) is None
 
 
 @pytest.mark.parametrize("said", ODD, ids=range(len(ODD)))
 def test_words_of_logs(said):
-    assert not heard_entries(said)
-    assert not heard(said, positions_of)
-    assert not heard(said, alarm_of)
+    assert not parsed_entries(said)
+    assert not parsed_json(said, positions_of)
+    assert not parsed_json(said, alarm_of)
 
 
 def test_digests_of_a_length_that_none_has(store):
@@ -85,6 +85,6 @@ def test_words_with_changes():
         for _ in range(dice.randrange(1, 4)):
             at = dice.randrange(len(said))
             said[at : at + dice.randrange(3)] = dice.choice((b"", b"[", b'"', b"9", b"{}", b"null"))
-        heard_entries(bytes(said))
-        heard(bytes(said), positions_of)
-        heard(bytes(said), alarm_of)
+        parsed_entries(bytes(said))
+        parsed_json(bytes(said), positions_of)
+        parsed_json(bytes(said), alarm_of)

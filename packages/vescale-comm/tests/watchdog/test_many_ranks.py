@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 from vescale_comm._torch.ranks import ranks_of_runs, runs
-from vescale_comm._watchdog import bounded
+from vescale_comm._watchdog import bounded_store
 from vescale_comm._watchdog.channel import Answer, Channel, Ending
 from vescale_comm._watchdog.report import WorldState, report
-from vescale_comm._watchdog.told_state import heard_state, shortened, told_state
+from vescale_comm._watchdog.state_message import parsed_state, shortened, state_text
 from vescale_comm._watchdog.watcher import Watcher
 
 
@@ -57,7 +57,7 @@ class Store:
 @pytest.fixture
 def store(monkeypatch):
     made = Store()
-    monkeypatch.setattr(bounded, "_Line", lambda store, seconds: store)
+    monkeypatch.setattr(bounded_store, "_Line", lambda store, seconds: store)
     return made
 
 
@@ -117,9 +117,9 @@ def test_a_state_is_heard_as_it_was_told(seed):
 def test_of_very_many_different_ones_some_are_told():
     answers = {rank: Answer(f"at f.py:{rank}" + 5000 * "x") for rank in range(1000)}
     state = WorldState(1001, answers, {1000: Ending("raised ValueError: boom")})
-    told = told_state(state)
+    told = state_text(state)
     assert len(told) < 200_000
-    lines = report(heard_state(told.encode())).splitlines()
+    lines = report(parsed_state(told.encode())).splitlines()
     assert len(lines) == 65
     assert lines[0] == "  rank 1000: raised ValueError: boom"
     assert any("too many others" in line for line in lines)

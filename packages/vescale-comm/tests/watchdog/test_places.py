@@ -124,7 +124,7 @@ def test_who_looks_at_a_store_again_and_again_waits():
 
 
 def test_a_thread_that_serves_who_looks_does_not_wait():
-    made = types.ModuleType("vescale_ckpt._coordination.bounded")
+    made = types.ModuleType("vescale_ckpt._coordination.bounded_store")
     exec(compile(POLLS, "bounded.py", "exec"), made.__dict__)
     stopped, store = [], deque(maxlen=8)
     thread = threading.Thread(target=made.wait, args=(store, stopped), daemon=True)

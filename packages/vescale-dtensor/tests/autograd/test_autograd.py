@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from named_cases import named_cases
 from one_device import check, full_tensors
 from vescale_comm.testing import device_mesh, on_ranks
-from vescale_dtensor import Replicate, Shard, StridedShard, distribute_tensor
+from vescale_dtensor import Replicate, Shard, distribute_tensor
+from vescale_dtensor.placement_types import StridedShard
 
 PROGRAMS, program = named_cases()
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, on_ranks
-from vescale_dtensor import DTensor, LayoutError, Partial, RaggedShard, Replicate, Shard
+from vescale_dtensor import DTensor, LayoutError, Partial, RaggedShard, Replicate, Shard, storage
 
 
 class Sum(torch.autograd.Function):
@@ -35,10 +35,10 @@ def stored_and_whole(mesh: DeviceMesh) -> tuple[DTensor, DTensor]:
     stored.requires_grad_()
     local = dense[mesh.get_local_rank("tp") * 3 :][:3]
     own = slice(0, 7) if mesh.get_local_rank("dp") == 0 else slice(7, 12)
-    leaf = vd.local_leaf(stored)
+    leaf = storage.local_leaf(stored)
     assert torch.equal(leaf.detach(), local.flatten()[own])
     whole = Sum.apply(leaf, local, mesh.get_group("dp"), own)
-    return stored, vd.gathered(stored, whole, mesh, [Replicate(), Shard(0)])
+    return stored, storage.gathered(stored, whole, mesh, [Replicate(), Shard(0)])
 
 
 @on_ranks(4)
@@ -65,7 +65,7 @@ class Unit(torch.autograd.Function):
     """Hands out the aliases of many parameters, and adds up the contributions of each."""
 
     @staticmethod
-    def forward(ctx, gathering: vd.Gathering, wholes: list[Tensor], mesh: DeviceMesh, *leaves):
+    def forward(ctx, gathering: storage.Gathering, wholes: list[Tensor], mesh: DeviceMesh, *leaves):
         ctx.set_materialize_grads(False)
         ctx.gathering, ctx.mesh = gathering, mesh
         return tuple(gathering.aliases(wholes))
@@ -99,15 +99,15 @@ def test_many_parameters_share_one_node():
 
     expected = loss(x, dense)
     expected.backward()
-    gathering = vd.Gathering(stored, mesh, [[Replicate(), Replicate()]] * 4)
+    gathering = storage.Gathering(stored, mesh, [[Replicate(), Replicate()]] * 4)
     wholes = [one.detach() for one in dense]
-    aliases = Unit.apply(gathering, wholes, mesh, *vd.local_leaves(stored))
+    aliases = Unit.apply(gathering, wholes, mesh, *storage.local_leaves(stored))
     rows = vd.distribute_tensor(x, mesh, [Shard(0), Replicate()])
     found = loss(rows, gathering.wrapped(aliases))
     found.backward()
     torch.testing.assert_close(found.full_tensor(), expected.detach())
     with trace() as seen:
-        vd.reduce_gradients(stored)
+        storage.reduce_gradients(stored)
     # Partial over tp, where the stored parameters are replicated, until that was asked for.
     assert {record.axes for record in seen.records} == {("tp",)}
     for one, other in zip(stored[:3], dense, strict=False):
@@ -125,9 +125,9 @@ def test_the_gradient_is_partial_where_the_parameter_is_replicated():
     (x * dense).square().sum().backward()
     stored = vd.distribute_tensor(torch.ones(4), mesh, [Replicate(), Replicate()])
     stored.requires_grad_()
-    value = vd.local_leaf(stored) * 1
-    whole = vd.gathered(stored, value, mesh, [Replicate(), Replicate()])
-    assert vd.gathered(stored, value.detach(), mesh, [Replicate()] * 2).requires_grad is False
+    value = storage.local_leaf(stored) * 1
+    whole = storage.gathered(stored, value, mesh, [Replicate(), Replicate()])
+    assert storage.gathered(stored, value.detach(), mesh, [Replicate()] * 2).requires_grad is False
     (vd.distribute_tensor(x, mesh, [Shard(0), Shard(1)]) * whole).square().sum().backward()
     # Partial on both axes, until the total is asked for.
     assert stored.grad.placements == (Partial("sum"), Partial("sum"))
@@ -139,13 +139,13 @@ def test_what_cannot_be_gathered_is_refused():
     mesh = device_mesh((2,), ("dp",))
     stored = vd.distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
     with pytest.raises(LayoutError, match="gives this rank the shape"):
-        vd.gathered(stored, torch.ones(3), mesh, [Replicate()])
+        storage.gathered(stored, torch.ones(3), mesh, [Replicate()])
     with pytest.raises(LayoutError, match="are not whole"):
-        vd.gathered(stored, torch.ones(4), mesh, [Partial("sum")])
+        storage.gathered(stored, torch.ones(4), mesh, [Partial("sum")])
     with pytest.raises(vd.DTensorError, match="is not a leaf"):
-        vd.local_leaf(stored * 2)
+        storage.local_leaf(stored * 2)
     with pytest.raises(RuntimeError, match="without a history"):
-        vd.before_backward(stored, print)
+        storage.before_backward(stored, print)
 
 
 @on_ranks(2)
@@ -154,20 +154,20 @@ def test_a_call_before_backward_needs_no_gradient():
     stored = vd.distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
     events: list[str] = []
     product = stored * 2
-    handle = vd.before_backward(product, lambda: events.append("product"))
-    vd.before_backward(stored.full_tensor() * 3, lambda: events.append("elsewhere"))
+    handle = storage.before_backward(product, lambda: events.append("product"))
+    storage.before_backward(stored.full_tensor() * 3, lambda: events.append("elsewhere"))
     with trace() as seen:
         product.sum().backward()
     assert events == ["product"]
     assert seen.counts() == {}
     handle.remove()
-    assert not vd.written_unseen(stored)
+    assert not storage.written_unseen(stored)
     stored.to_local()
-    assert vd.written_unseen(stored)
+    assert storage.written_unseen(stored)
     other = vd.distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-    assert not vd.written_unseen(other)
+    assert not storage.written_unseen(other)
     other.data = vd.distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
-    assert vd.written_unseen(other)
+    assert storage.written_unseen(other)
 
 
 def test_a_call_before_backward_of_a_view_that_is_written_to():
@@ -178,7 +178,7 @@ def test_a_call_before_backward_of_a_view_that_is_written_to():
         assert product._is_view()  # as that of three dims is up to torch 2.14
         events: list[str] = []
         product._base.grad_fn.register_prehook(lambda _, events=events: events.append("product"))
-        handle = vd.before_backward(product, lambda events=events: events.append("reached"))
+        handle = storage.before_backward(product, lambda events=events: events.append("reached"))
         write(product)
         for _ in range(2):
             events.clear()
@@ -195,7 +195,7 @@ def test_what_is_no_leaf_is_named_without_its_values():
     """A parameter of a model printed pages of numbers, and said nothing of what to do."""
 
     plain = torch.nn.Parameter(torch.ones(64, 64))
-    for call in (vd.local_leaf, lambda one: vd.local_leaves([one])):
+    for call in (storage.local_leaf, lambda one: storage.local_leaves([one])):
         with pytest.raises(vd.DTensorError, match=r"a Parameter of shape \(64, 64\)") as told:
             call(plain)
         assert len(str(told.value)) < 300

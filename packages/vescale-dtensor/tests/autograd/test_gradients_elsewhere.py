@@ -6,6 +6,7 @@ import torch
 import vescale_dtensor as vd
 from torch import Tensor, nn
 from vescale_comm.testing import on_ranks
+from vescale_dtensor import storage
 
 SHARES = (1, 2)
 
@@ -16,14 +17,14 @@ class Keeper:
     def __init__(self, parameter: nn.Parameter, rank: int) -> None:
         self.parameter, self.rank = parameter, rank
         self.kept: Tensor | None = torch.tensor([1.0, 2.0, 3.0]) * (rank + 1)
-        vd.keep_gradient(parameter, self.kept, self)
+        storage.keep_gradient(parameter, self.kept, self)
 
     def add(self, shard: Tensor) -> None:
         assert self.kept is not None
         self.kept[sum(SHARES[: self.rank]) :][: SHARES[self.rank]] += shard
 
     def drop(self) -> None:
-        vd.release_kept_gradient(self.parameter)
+        storage.release_kept_gradient(self.parameter)
         self.kept = None
 
 
@@ -78,7 +79,7 @@ def test_gradients_are_kept_beside_one_that_was_read(rank: int, world_size: int)
         before = parameter.grad
         Keeper(parameter, rank)
         if released:
-            vd.release_kept_gradient(parameter)
+            storage.release_kept_gradient(parameter)
             assert parameter.grad is before
             assert gradient(parameter) == [10.0, 10.0, 10.0]
         else:

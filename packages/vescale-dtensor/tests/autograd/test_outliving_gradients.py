@@ -20,7 +20,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate, trace
 from vescale_comm.testing import device_mesh, run
-from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor, set_gradient_reducer
+from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor
+from vescale_dtensor.storage import set_gradient_reducer
 
 W = torch.linspace(-1, 1.5, 16).reshape(4, 4)
 X = torch.linspace(-2, 3, 24).reshape(6, 4)

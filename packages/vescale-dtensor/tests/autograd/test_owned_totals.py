@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from vescale_comm import all_reduce_bucketed, group_of
 from vescale_comm.testing import on_ranks
-from vescale_dtensor import reduce_gradients
+from vescale_dtensor import storage
+from vescale_dtensor.storage import reduce_gradients
 
 
 class Place:
@@ -29,9 +30,9 @@ class Place:
         self.parameters = [
             nn.Parameter(vd.distribute_tensor(one, self.mesh, [vd.Replicate()])) for one in made
         ]
-        vd.set_gradient_reducer(self.parameters, self._reduced, owned=owned)
+        storage.set_gradient_reducer(self.parameters, self._reduced, owned=owned)
 
-    def _reduced(self, pending: list[vd.PendingGradient]) -> list[Tensor]:
+    def _reduced(self, pending: list[storage.PendingGradient]) -> list[Tensor]:
         group = group_of(self.mesh, ("dp",))
         self.totals = all_reduce_bucketed([one.local for one in pending], group)
         return self.totals

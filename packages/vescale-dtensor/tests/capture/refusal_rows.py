@@ -12,6 +12,7 @@ from function_cases import Gathered, Listed, Returned, one_after_the_other
 from state_keepers import KEEPERS, keep_buffer, keep_global, keep_nonlocal, keeping
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from vescale_dtensor import storage
 
 
 def with_backward_hook():
@@ -89,9 +90,9 @@ def storing_a_gathered_parameter():
     stored = spread(torch.ones(4)).requires_grad_()
 
     def function(x):
-        leaf = vd.local_leaf(stored)
-        given = vd.gathered(stored, leaf.clone(), stored.device_mesh, stored.placements)
-        vd.Gathering.watch_data([given], [])
+        leaf = storage.local_leaf(stored)
+        given = storage.gathered(stored, leaf.clone(), stored.device_mesh, stored.placements)
+        storage.Gathering.watch_data([given], [])
         with torch.no_grad():
             given.data = given.detach() * 2
         return x * given

@@ -1,4 +1,4 @@
-"""Ranks that drift apart are told, on every rank: what differs, who and where.
+"""Ranks that diverge are told, on every rank: what differs, who and where.
 
 Each case is a script of its own processes that trains some good steps; then one rank does something
 else. The rank that drifts raises before anything is mixed up, and names itself; with it gone, the
@@ -346,7 +346,7 @@ def said_by_all(folder, run, name=""):
 
 def check(said, *words):
     for text in said:
-        assert "the ranks have drifted apart (ranks 0-2" in text, said
+        assert "the ranks have diverged (ranks 0-2" in text, said
         (line,) = {line for line in text.split("\n") if line.startswith(f"  rank {WHO}: ")}
         for word in (f"{__file__}:", *words):
             assert word in line, said
@@ -425,7 +425,7 @@ def test_a_norm_that_evaluates_on_one_rank_shows(tmp_path, instance):
 def test_seeds_that_differ_show_at_the_first_draw(tmp_path):
     said = said_by_all(tmp_path, run_seeds)
     for text in said:
-        assert "CommMismatchError: the ranks have drifted apart" in text
+        assert "CommMismatchError: the ranks have diverged" in text
         for rank in range(SIZE):
             assert f"  rank {rank}: draws random numbers with a generator in state" in text
         assert f"{__file__}:" in text

@@ -11,6 +11,7 @@ from vescale_comm import trace
 from vescale_comm.testing import device_mesh, on_ranks, run
 from vescale_dtensor import DisagreementError, Partial, Replicate, Shard, StrictError
 from vescale_dtensor._dispatch import plain_operands as _plain
+from vescale_dtensor.debug import watch_operands
 
 CASES, case = named_cases()
 GLOBAL = torch.arange(24.0).reshape(6, 4)
@@ -146,7 +147,7 @@ def strict_about_scaling_refuses_what_all_ranks_compute(mesh):
 def watches_are_told_of_operands_that_move(mesh):
     x, y = placed(mesh, Shard(0), Replicate()), placed(mesh, Shard(1), Replicate())
     found = []
-    with vd.watch_operands(lambda operand, placements: found.append((operand, placements))):
+    with watch_operands(lambda operand, placements: found.append((operand, placements))):
         for _ in range(3):  # a compiled call tells as well
             x * y
         x.redistribute(placements=[Replicate(), Replicate()])

@@ -10,7 +10,7 @@ from torch.distributed import tensor as stock
 from torch.distributed.tensor import experimental as stock_experimental
 from vescale_comm import trace
 from vescale_comm.testing import on_ranks, run
-from vescale_dtensor import Partial, Replicate, Shard
+from vescale_dtensor import Partial, Replicate, Shard, debug
 
 WHOLE = torch.arange(24.0).reshape(4, 6) / 7
 # Name -> call, the layout of its operand, and whether torch's result lies otherwise.
@@ -36,7 +36,7 @@ def test_each_difference_is_told_once(rank, world_size):
         x = vd.distribute_tensor(WHOLE, mesh, [placement], src_data_rank=None)
         with trace() as plain:
             expected = call(x)
-        with vd.layout_differences() as found, trace() as traced:
+        with debug.layout_differences() as found, trace() as traced:
             for _ in range(2):
                 result = call(x)
                 result.to_local()  # told here
@@ -52,7 +52,7 @@ def test_each_difference_is_told_once(rank, world_size):
                 assert "test_torch_layouts.py" in found[0]
     assert torch.equal(torch.get_rng_state(), state)
     # Nothing is told outside, and what torch cannot do is not compared.
-    with vd.layout_differences() as found:
+    with debug.layout_differences() as found:
         F.dropout(x, 0.5)
         flat = vd.distribute_tensor(WHOLE, mesh, [vd.InterleavedShard(1, 3)], src_data_rank=None)
         (flat * 2).to_local()
@@ -68,7 +68,7 @@ def logged(rank, world_size):
     handler.emit = lambda record: told.append(record.getMessage())
     logging.getLogger("vescale_dtensor").addHandler(handler)
     try:
-        with vd.layout_differences() as found:
+        with debug.layout_differences() as found:
             torch.softmax(x, 1).to_local()
     finally:
         logging.getLogger("vescale_dtensor").removeHandler(handler)

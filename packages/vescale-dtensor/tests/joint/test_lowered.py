@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from vescale_dtensor._joint.lowered import FUNCTIONS, Lowered, lowered
+from vescale_dtensor._joint.lowering import FUNCTIONS, LoweredGraph, lower_graph
 
 aten = torch.ops.aten
 ARGUMENTS = {
@@ -73,7 +73,7 @@ def views_in(called):
 def test_bits_and_operators_stay():
     x, w = torch.randn(4, 4), torch.randn(4, 4)
     module = make_fx(step, tracing_mode="fake")(x, w)
-    made = lowered(module)
+    made = lower_graph(module)
     (before, expected), (after, found) = calls_of(module, x, w), calls_of(made, x, w)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
@@ -96,7 +96,7 @@ def test_a_graph_that_changes_shapes_in_place_keeps_its_views():
         return one + made.squeeze(0).t()
 
     x = torch.randn(3, 3)
-    assert torch.equal(lowered(make_fx(function, tracing_mode="fake")(x))(x), function(x))
+    assert torch.equal(lower_graph(make_fx(function, tracing_mode="fake")(x))(x), function(x))
 
 
 def test_what_is_given_to_modules_stays():
@@ -115,14 +115,14 @@ def test_what_is_given_to_modules_stays():
         product.meta["val"] = torch.mm(x.meta["val"], x.meta["val"])
         for one in views:
             one.meta["val"] = product.meta["val"].view(9)
-    calls = [node for node in lowered(module).graph.nodes if node.op == "call_module"]
+    calls = [node for node in lower_graph(module).graph.nodes if node.op == "call_module"]
     first, second = calls[0].args
     assert first is not second
 
 
 def test_a_graph_that_is_recompiled_runs_as_it_is_then():
     module = make_fx(lambda x: [x * 2], tracing_mode="fake")(torch.ones(2))
-    run = Lowered(module)
+    run = LoweredGraph(module)
     assert run(torch.ones(2))[0].tolist() == [2, 2]
     (node,) = (one for one in module.graph.nodes if one.op == "call_function")
     node.args = (node.args[0], 3)
@@ -144,4 +144,4 @@ def test_places_are_found_anew():
         part.meta["val"] = bucket.meta["val"][4:8]
     module = fx.GraphModule({}, graph)
     values = torch.arange(6.0)
-    assert torch.equal(lowered(module)(values), module(values))
+    assert torch.equal(lower_graph(module)(values), module(values))

@@ -17,7 +17,7 @@ from joint_models import batch, built, locals_of, mesh_of
 from torch import nn, optim
 from vescale_comm import simulate
 from vescale_comm.testing import device_mesh
-from vescale_dtensor import CaptureError
+from vescale_dtensor import CaptureError, storage
 from vescale_dtensor._joint.update import Update
 
 STEPS = 6
@@ -46,7 +46,7 @@ def eager_step(model, optimizer, words, max_norm):
     if max_norm is not None:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     # As clipping does, and vescale_parallel: unsummed, weight decay is added with other rounding.
-    vd.reduce_gradients(model.parameters())
+    storage.reduce_gradients(model.parameters())
     optimizer.step()
     return loss, norm
 

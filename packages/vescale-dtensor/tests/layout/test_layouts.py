@@ -21,10 +21,11 @@ from torch.distributed.tensor import placement_types
 from torch.testing import assert_close
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, on_ranks, outcomes, run
-from vescale_dtensor import InterleavedShard, RaggedShard, Replicate, Shard, StridedShard
+from vescale_dtensor import InterleavedShard, RaggedShard, Replicate, Shard
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.derived_placements import as_placement, nested
 from vescale_dtensor._layout.shard_geometry import rectangles
+from vescale_dtensor.placement_types import StridedShard
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 FUSED, STRIDED = InterleavedShard(0, 2), StridedShard(1, 3)

@@ -22,11 +22,11 @@ from random_programs import (
 )
 from vescale_comm import DeadlockError, SimulationError, simulate
 from vescale_comm.testing import device_mesh
-from vescale_dtensor import DTensor, Replicate, UnsupportedError, gradient_total
+from vescale_dtensor import DTensor, Replicate, UnsupportedError, gradient_total, placement_types
 from vescale_dtensor.rules._check_trial import compare_metadata
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-PLACEMENTS = {name: getattr(vd, name) for name in (
+PLACEMENTS = {name: getattr(placement_types, name) for name in (
     "Shard", "Replicate", "Partial", "RaggedShard", "InterleavedShard", "StridedShard"
 )}  # fmt: skip
 

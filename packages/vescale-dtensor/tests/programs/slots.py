@@ -13,14 +13,8 @@ from itertools import pairwise
 import torch
 from redistribution_oracle import legal
 from rule_cases import CASES
-from vescale_dtensor import (
-    InterleavedShard,
-    Partial,
-    RaggedShard,
-    Replicate,
-    Shard,
-    StridedShard,
-)
+from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard
+from vescale_dtensor.placement_types import StridedShard
 
 DTYPES = ("torch.float32", "torch.float64", "torch.int64", "torch.int32", "torch.bool",
           "torch.uint8", "torch.bfloat16", "torch.float16")  # fmt: skip

@@ -26,9 +26,9 @@ from vescale_dtensor import (
     RaggedShard,
     Replicate,
     Shard,
-    sum_whole,
 )
 from vescale_dtensor._redistribute import half_sums as module
+from vescale_dtensor.storage import sum_whole
 
 HALVES = [torch.float16, torch.bfloat16]
 R, S0, S1, P, A = Replicate(), Shard(0), Shard(1), Partial(), Partial("avg")

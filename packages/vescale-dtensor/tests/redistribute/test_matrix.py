@@ -16,10 +16,11 @@ import pytest
 from redistribution_bound import fewest_elements
 from redistribution_oracle import Case, check, coordinates, dense, legal, local_tensors
 from redistribution_simulation import plans_of, simulate
-from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard, StridedShard
+from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard
 from vescale_dtensor._layout.placements import REDUCE_OPS
 from vescale_dtensor._redistribute import search as _redistribution_roads
 from vescale_dtensor._redistribute.search import stages
+from vescale_dtensor.placement_types import StridedShard
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 CORE = [R, P, S0, S1]

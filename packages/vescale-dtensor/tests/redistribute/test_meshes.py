@@ -16,9 +16,10 @@ from redistribution_oracle import dense
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, on_ranks, outcomes, run
-from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard, StridedShard
+from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._redistribute.plan import plan_redistribution
+from vescale_dtensor.placement_types import StridedShard
 
 R, S0, S1, P, AVG = Replicate(), Shard(0), Shard(1), Partial(), Partial("avg")
 FUSED, STRIDED = InterleavedShard(0, 2), StridedShard(1, 2)

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from redistribution_oracle import Case, check, coordinates, dense, legal, local_tensors, pieces
 from redistribution_simulation import plans_of, signature, simulate
-from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard, StridedShard
+from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.placements import REDUCE_OPS
 from vescale_dtensor._layout.shard_geometry import check_fits
@@ -33,6 +33,7 @@ from vescale_dtensor._redistribute.steps import (
     Scale,
     Slice,
 )
+from vescale_dtensor.placement_types import StridedShard
 
 MESHES = [(4,), (2, 2), (2, 2, 2), (3, 2), (2, 1, 3)]
 SIGNED = [op for op in REDUCE_OPS if op != "norm2"]  # a norm is never negative

@@ -16,13 +16,14 @@ from redistribution_oracle import Case, check, coordinates, dense, legal, local_
 from redistribution_simulation import plans_of, simulate
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, outcomes, run
-from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard, StridedShard
+from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._redistribute import execute as _transport
 from vescale_dtensor._redistribute.exchange import LocalBox, pack, packing_of, unpack
 from vescale_dtensor._redistribute.plan import plan_redistribution
 from vescale_dtensor._redistribute.steps import AllReduce
+from vescale_dtensor.placement_types import StridedShard
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 P, AVG, MAX, MIN = Partial(), Partial("avg"), Partial("max"), Partial("min")

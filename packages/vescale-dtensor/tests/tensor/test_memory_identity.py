@@ -10,7 +10,14 @@ import torch
 import vescale_dtensor as vd
 from torch import nn
 from vescale_comm.testing import device_mesh, on_ranks, run
-from vescale_dtensor import InterleavedShard, RaggedShard, Replicate, Shard, UnsupportedError
+from vescale_dtensor import (
+    InterleavedShard,
+    RaggedShard,
+    Replicate,
+    Shard,
+    UnsupportedError,
+    storage,
+)
 
 WHOLE = torch.arange(24.0).reshape(6, 4)
 LAYOUTS = (
@@ -90,23 +97,23 @@ def test_parameters_that_share_no_memory_have_an_identity():
     first, second = (nn.Parameter(vd.distribute_tensor(WHOLE, mesh, lies)) for _ in range(2))
     with pytest.raises(UnsupportedError, match="hold nothing"):
         _ = first.data_ptr() == second.data_ptr()
-    vd.separate_memory([first, second, torch.ones(2)])
+    storage.separate_memory([first, second, torch.ones(2)])
     assert first.data_ptr() == first.data_ptr() != second.data_ptr()
     assert len({p.data_ptr() for p in (first, second, first)}) == 2
     for view in (first.data, first.detach(), nn.Parameter(first.data)):
         with pytest.raises(UnsupportedError, match="hold nothing"):
             _ = view.data_ptr() == first.data_ptr()
     for takes in (lambda p: setattr(p, "data", first.data), lambda p: p.set_(first.data)):
-        vd.separate_memory([second])
-        before = vd.memories_of([second])
-        assert before == vd.memories_of([second]) != vd.memories_of([first])
+        storage.separate_memory([second])
+        before = storage.memories_of([second])
+        assert before == storage.memories_of([second]) != storage.memories_of([first])
         with torch.no_grad():
             takes(second)
-        assert vd.memories_of([second]) != before
+        assert storage.memories_of([second]) != before
         with pytest.raises(UnsupportedError, match="hold nothing"):
             _ = second.data_ptr() == first.data_ptr()
     even = [vd.distribute_tensor(WHOLE, mesh, [Shard(0), Replicate()]) for _ in range(2)]
-    vd.separate_memory(even)
+    storage.separate_memory(even)
     assert even[0].data_ptr() == even[0].data.data_ptr() != even[1].data_ptr()
 
 
@@ -142,21 +149,21 @@ def test_writes_are_refused(rank, world_size):
                 write(x)
                 whole.copy_(before)
             else:
-                vd.refuse_writes(whole, lambda local: OwnError(local.storage_offset()))
+                storage.refuse_writes(whole, lambda local: OwnError(local.storage_offset()))
                 # Twice: the second call of a kind is a compiled one.
                 for _ in range(2):
                     with pytest.raises(OwnError):
                         write(x)
                 other.mul_(2)
                 assert torch.equal(whole, before)
-                vd.permit_writes(whole)
+                storage.permit_writes(whole)
 
 
 @on_ranks(2, simulated=True)
 def test_what_was_refused_is_permitted_when_nobody_holds_the_memory(rank, world_size):
     mesh = vd.init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     whole = torch.arange(12.0)
-    vd.refuse_writes(whole, lambda local: OwnError())
+    storage.refuse_writes(whole, lambda local: OwnError())
     # Its storage lives on, as one that is given the same address would.
     x = vd.DTensor.from_local(whole[4:10].data, mesh, [Replicate()])
     with pytest.raises(OwnError):
@@ -164,7 +171,7 @@ def test_what_was_refused_is_permitted_when_nobody_holds_the_memory(rank, world_
     again = whole.data
     del whole
     x.mul_(2)
-    vd.refuse_writes(again, lambda local: OwnError())
+    storage.refuse_writes(again, lambda local: OwnError())
     with pytest.raises(OwnError):
         x.mul_(2)
-    vd.permit_writes(again)
+    storage.permit_writes(again)

@@ -58,6 +58,7 @@ from vescale_parallel._invariant.sums import sum_over_shards
 from vescale_parallel._local_rows.declare import local_rows
 from vescale_parallel._local_rows.prove import check_local_rows
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
+from vescale_parallel._plan.fields import Invariant, Pipeline, Zero
 from vescale_parallel._plan.plan import Plan
 from vescale_parallel._pretrained.load import load_pretrained
 from vescale_parallel._pretrained.save import save_pretrained
@@ -75,12 +76,14 @@ __all__ = [
     "DisagreementError",
     "Experts",
     "GraphError",
+    "Invariant",
     "Loader",
     "MemoryPlanError",
     "MeshError",
     "MoE",
     "ParallelError",
     "ParameterRow",
+    "Pipeline",
     "PipelineError",
     "Plan",
     "PlanError",
@@ -90,6 +93,7 @@ __all__ = [
     "Routing",
     "StaleParameterError",
     "TrainError",
+    "Zero",
     "__version__",
     "balance_experts",
     "balance_loss",

@@ -1,4 +1,4 @@
-"""What a training step would cost, for 8 to 16,384 devices: memory, flops, seconds, on paper.
+"""Estimates a training step for 8 to 16,384 devices on paper: memory, flops, seconds.
 
 `Plan.check(model, sizes).cost(tokens, ...)` answers for any model (on the meta device, too) and
 mesh. As a program, it prints a table for the shapes of Llama 3 with ZeRO and tensor parallelism:

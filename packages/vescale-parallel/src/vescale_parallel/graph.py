@@ -21,13 +21,13 @@ graph on paper, computation beside communication.
 
 from vescale_parallel._cost import Link
 from vescale_parallel._errors import DisagreementError, GraphError
-from vescale_parallel._graph.agreed import Agreed, Entry
-from vescale_parallel._graph.compiled import Compiled, Region, compile_regions
-from vescale_parallel._graph.joined import train_step
+from vescale_parallel._graph.agreement import Agreed, Entry
+from vescale_parallel._graph.compiled_regions import Compiled, Region, compile_regions
+from vescale_parallel._graph.joint_step import train_step
 from vescale_parallel._graph.machine import Machine, calibrate, measured_seconds
-from vescale_parallel._graph.offloaded import Offloaded, offload
-from vescale_parallel._graph.recomputed import Recomputed, recompute
-from vescale_parallel._graph.scheduled import Schedule, schedule
+from vescale_parallel._graph.offload import Offloaded, offload
+from vescale_parallel._graph.recomputation import Recomputed, recompute
+from vescale_parallel._graph.scheduling import Schedule, schedule
 from vescale_parallel._graph.timeline import Span, Timeline, timeline
 
 __all__ = [

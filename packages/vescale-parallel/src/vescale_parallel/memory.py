@@ -17,8 +17,8 @@ all offsets are planned ahead. `measured` counts what a call really takes,
 """
 
 from vescale_parallel._errors import MemoryPlanError
-from vescale_parallel._memory.measured import Measured, measured, workspaces
-from vescale_parallel._memory.planned import ALIGNMENT, SOLVERS, MemoryPlan, plan
+from vescale_parallel._memory.allocator_bytes import Measured, measured, workspaces
+from vescale_parallel._memory.memory_plan import ALIGNMENT, SOLVERS, MemoryPlan, plan
 
 __all__ = [
     "ALIGNMENT",

@@ -22,7 +22,7 @@ from vescale_parallel._schedules.choice import (
     make_schedule,
 )
 from vescale_parallel._schedules.pictures import as_svg, as_text
-from vescale_parallel._schedules.shown import as_json, as_table, as_trace
+from vescale_parallel._schedules.tables import as_json, as_table, as_trace
 from vescale_parallel._schedules.timeline import (
     Span,
     StageTimes,

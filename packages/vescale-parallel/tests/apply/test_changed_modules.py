@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import remove_parametrizations
 from vescale_comm import simulate
 from vescale_dtensor import DTensor
-from vescale_parallel import Plan, deferred, forward_backward, parallelize
+from vescale_parallel import Pipeline, Plan, deferred, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 
 WORDS, WIDTH, NEW = 10, 6, 13
@@ -84,7 +84,7 @@ LAYOUTS: list[tuple[Sizes, int]] = [
 
 
 def over(sizes: Sizes, zero: int, model: nn.Module) -> nn.Module:
-    stages = {"pipeline": {"stages": "blocks.*"}} if "pp" in sizes else {}
+    stages = {"pipeline": Pipeline(stages="blocks.*")} if "pp" in sizes else {}
     rules = {"{emb,head}.weight": "tp:0", "*": "replicate"}
     plan = Plan(parameters=rules, zero=zero, **stages)
     return parallelize(model, make_mesh(device_type="cpu", **sizes), plan)

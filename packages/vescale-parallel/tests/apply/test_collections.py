@@ -25,7 +25,7 @@ PLANS = {
     "recomputed": ({"dp": 2}, {"batch": "dp:0", "zero": 2, "checkpoint": "full"}),
     "microbatches": ({"dp": 2}, {"batch": "dp:0", "zero": 1, "microbatches": 2}),
     "tp": ({"tp": 2}, {"parameters": {"*.0.weight": "tp:0", "*": "replicate"}}),
-    "stages": ({"pp": 2}, {"pipeline": {"schedule": "1f1b", "microbatches": 2}}),
+    "stages": ({"pp": 2}, {"pipeline": "1f1b", "microbatches": 2}),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_dtensor import init_device_mesh
-from vescale_parallel import Plan, forward_backward, parallelize
+from vescale_parallel import Pipeline, Plan, forward_backward, parallelize
 from word_models import WORDS, WordModel, loss_of
 
 
@@ -22,14 +22,14 @@ def in_microbatches(model: nn.Module, x: Tensor) -> Any:
     return forward_backward(model, x, loss=(loss_of, x))
 
 
-STAGES = {"stages": "blocks.*", "schedule": "1f1b", "microbatches": 4}
+STAGES = {"pipeline": Pipeline(stages="blocks.*"), "microbatches": 4}
 
 CASES: dict[str, tuple[str, dict[str, Any], bool, Callable[[nn.Module, Tensor], Any]]] = {
     "dp": ("dp", {"batch": "dp:0"}, False, whole),
     "zero3": ("dp", {"batch": "dp:0", "zero": 3}, False, whole),
     "zero3 static": ("dp", {"batch": "dp:0", "zero": 3}, True, whole),
     "recomputed": ("dp", {"batch": "dp:0", "zero": 3, "checkpoint": "full"}, False, whole),
-    "stages": ("pp", {"pipeline": STAGES}, False, in_microbatches),
+    "stages": ("pp", STAGES, False, in_microbatches),
 }
 
 

@@ -15,7 +15,7 @@ from vescale_comm.testing import on_ranks
 from zero_models import whole
 
 ROWS = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
-PIPELINE: dict[str, Any] = {"stages": "blocks.*", "schedule": "1f1b", "microbatches": 2}
+PIPELINE: dict[str, Any] = {"pipeline": vp.Pipeline(stages="blocks.*"), "microbatches": 2}
 
 
 class Model(nn.Module):
@@ -70,19 +70,19 @@ RUNS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp zero1": ({"dp": 2}, {"zero": 1}),
     "dp zero2 microbatches": ({"dp": 2}, {"zero": 2, "microbatches": 2}),
     "dp zero3 microbatches": ({"dp": 2}, {"zero": 3, "microbatches": 2}),
-    "dp zero3 behind": ({"dp": 2}, {"zero": 3, "behind": 2}),
+    "dp zero3 ahead": ({"dp": 2}, {"zero": vp.Zero(3, reduce_ahead=2)}),
     "dp zero3 static": ({"dp": 2}, {"zero": 3, "static": True}),
-    "dp zero3 offload": ({"dp": 2}, {"zero": 3, "offload": "parameters"}),
+    "dp zero3 offload": ({"dp": 2}, {"zero": vp.Zero(3, offload="parameters")}),
     "dp zero3 checkpoint": ({"dp": 2}, {"zero": 3, "checkpoint": "full"}),
     "dp zero3 reduce": ({"dp": 2}, {"zero": 3, "precision": {"reduce": "float32"}}),
     "dp static": ({"dp": 2}, {"static": True}),
     "dp invariant": ({"dp": 2}, {"deterministic": "dp-invariant"}),
     "dp invariant zero3": ({"dp": 2}, {"deterministic": "dp-invariant", "zero": 3}),
     "tp": ({"tp": 2}, {}),
-    "pp": ({"pp": 2}, {"pipeline": PIPELINE}),
-    "pp zb-h1": ({"pp": 2}, {"pipeline": {**PIPELINE, "schedule": "zb-h1"}}),
-    "pp dp": ({"pp": 2, "dp": 2}, {"pipeline": PIPELINE}),
-    "pp dp zero3": ({"pp": 2, "dp": 2}, {"pipeline": PIPELINE, "zero": 3}),
+    "pp": ({"pp": 2}, PIPELINE),
+    "pp zb-h1": ({"pp": 2}, PIPELINE | {"pipeline": vp.Pipeline("zb-h1", stages="blocks.*")}),
+    "pp dp": ({"pp": 2, "dp": 2}, PIPELINE),
+    "pp dp zero3": ({"pp": 2, "dp": 2}, {**PIPELINE, "zero": 3}),
 }
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from vescale_comm import simulate, trace
 from vescale_comm.testing import on_ranks, run
 from vescale_dtensor import DTensor, half_sums
-from vescale_dtensor import PendingGradient as Pending
+from vescale_dtensor.storage import PendingGradient as Pending
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel import parallelize
 from vescale_parallel._apply.gradients import BucketedReducer, by_group

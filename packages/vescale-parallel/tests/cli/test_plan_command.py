@@ -49,7 +49,7 @@ def test_the_answer_for_programs(capsys: pytest.CaptureFixture[str]):
     found = json.loads(text)
     assert status == 0
     assert found["fits"]
-    assert found["plan"]["zero"] == 3
+    assert found["plan"]["zero"]["level"] == 3
     assert found["parameters"] == sum(one.numel() for one in Decoder(CONFIG).parameters())
     kept, again = found["all_kept"]["bytes"], found["blocks_recomputed"]["bytes"]
     assert again["activations"] < kept["activations"]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from vescale_parallel import MoE, Plan, PlanError
+from vescale_parallel import Invariant, MoE, Pipeline, Plan, PlanError, Zero
 from vescale_parallel.cost import (
     CLUSTERS,
     LLAMA3,
@@ -83,7 +83,7 @@ def test_gradients_on_their_way_are_counted(behind, units):
     root, arrived = 2 * TABLE, BLOCK + 2 * TABLE
     sizes = {"dp": 4, "tp": 1}
     for zero, shard in ((1, WHOLE / 4), (2, 0), (3, 0)):
-        memory = cost_of(sizes, zero=zero, behind=behind).memory
+        memory = cost_of(sizes, zero=zero, reduce_ahead=behind).memory
         sent = units * BLOCK + (root if behind > 1 else 0)
         assert memory.reduced == 4 * (2 * sent + arrived + shard)
     # Nobody says how many: small ones all are.
@@ -217,7 +217,7 @@ def test_the_cost_of_a_plan_is_that_of_its_own_axis():
 
     def memory(axis):
         rules = {"*": "replicate"}
-        plan = Plan(batch=f"{axis}:0", zero=3, over=axis, axes=(axis,), parameters=rules)
+        plan = Plan(batch=f"{axis}:0", zero=Zero(3, over=axis), axes=(axis,), parameters=rules)
         return plan.check(model, {axis: 4}).cost(1024).memory
 
     assert memory("shard") == memory("dp")
@@ -264,9 +264,8 @@ def cost_in_stages(sizes: dict[str, int], tokens: int = 4096, **words: Any) -> C
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
 def test_equal_stages_take_what_their_schedule_takes(name: str):
     whole = cost_in_stages({"dp": 1})
-    found = cost_in_stages({"pp": 4}, pipeline={"schedule": name, "microbatches": 8})
-    pipeline = {"schedule": name, "microbatches": 8}
-    split = Plan(pipeline=pipeline).check(stack(), {"pp": 4}).split
+    found = cost_in_stages({"pp": 4}, pipeline=name, microbatches=8)
+    split = Plan(pipeline=name, microbatches=8).check(stack(), {"pp": 4}).split
     assert split is not None
     paper = simulate_schedule(split.schedule)
     assert found.bubble == pytest.approx(paper.bubble)
@@ -281,23 +280,23 @@ def test_equal_stages_take_what_their_schedule_takes(name: str):
 
 def test_every_schedule_has_a_price():
     for name in SCHEDULES:
-        found = cost_in_stages({"pp": 2, "dp": 2}, pipeline={"schedule": name, "microbatches": 4})
+        found = cost_in_stages({"pp": 2, "dp": 2}, pipeline=name, microbatches=4)
         assert 0 < found.bubble < 1, name
         kinds = {(one.axis, one.kind) for one, _, _ in found.transfers}
         assert kinds == {("pp", "send"), ("dp", "all_reduce")}, name
 
 
 def test_messages_are_as_wide_as_blocks_and_are_waited_for_where_links_are_slow():
-    pipeline = {"schedule": "1f1b", "microbatches": 4}
+    words: Any = {"pipeline": "1f1b", "microbatches": 4}
     slow = CLUSTERS["h100"]
-    report = Plan(pipeline=pipeline).check(stack(), {"pp": 2, "dp": 2})
+    report = Plan(**words).check(stack(), {"pp": 2, "dp": 2})
     found = report.cost(4096, precision=FLOAT32, cluster=slow)
     ((send, sent, seconds),) = (one for one in found.transfers if one[0].axis == "pp")
     assert send.size == 4096 / 2 / 4 * 64 * 4
     # Of 4 microbatches an activation one way and its gradient the other, over two ranks.
     assert (send.count, sent) == (4, 4 * send.size)
     assert seconds > 0
-    assert found.exposed > cost_in_stages({"pp": 2, "dp": 2}, pipeline=pipeline).exposed
+    assert found.exposed > cost_in_stages({"pp": 2, "dp": 2}, **words).exposed
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
@@ -322,7 +321,7 @@ def test_microbatches_are_turns(zero: int):
 
 
 def test_logical_shards_are_turns():
-    words = {"deterministic": "dp-invariant", "shards": 8}
+    words = {"deterministic": Invariant(8)}
     plain, found = cost_in_stages({"dp": 2}), cost_in_stages({"dp": 2}, **words)
     assert found.memory.activations == plain.memory.activations / 4
 
@@ -338,7 +337,7 @@ def test_what_is_tied_over_stages_is_on_each_and_computed_once():
 
     with torch.device("meta"):
         model = Tied()
-    plan = Plan(pipeline={"schedule": "gpipe", "microbatches": 1, "stages": "blocks.*"})
+    plan = Plan(pipeline=Pipeline("gpipe", stages="blocks.*"), microbatches=1)
     found = plan.check(model, {"pp": 2}).cost(32, precision=FLOAT32)
     whole = Plan().check(model, {"dp": 1}).cost(32, precision=FLOAT32)
     assert found.flops * 2 == pytest.approx(whole.flops)

@@ -13,7 +13,7 @@ from peak import Peak
 from torch import nn, optim
 from vescale_comm import simulate
 from vescale_comm.testing import run
-from vescale_parallel import Plan, forward_backward, mesh, parallelize
+from vescale_parallel import Plan, Zero, forward_backward, mesh, parallelize
 from vescale_parallel.cost import Precision
 
 WORDS, ROWS = 24, 4
@@ -99,13 +99,13 @@ def table():
     for zero in (2, 3):
         for behind in (0, 2):
             for prefetch in (0, 1, 3):
-                words = {"zero": zero, "behind": behind, "prefetch": prefetch}
+                words = {"zero": Zero(zero, reduce_ahead=behind, prefetch=prefetch)}
                 found[f"zero={zero} {behind=} {prefetch=}"] = words, dp, 2, 6
     for zero in (1, 2, 3):
         for offload in (True, "optimizer"):
-            found[f"zero={zero} {offload=}"] = {"zero": zero, "offload": offload}, dp
+            found[f"zero={zero} {offload=}"] = {"zero": Zero(zero, offload=offload)}, dp
             found[f"zero={zero} {offload=} large"] = (
-                {"zero": zero, "offload": offload},
+                {"zero": Zero(zero, offload=offload)},
                 dp,
                 2,
                 3,
@@ -128,7 +128,7 @@ def test_all_of_them_on_two_ranks(part):
 def test_stages():
     cases = {
         f"zero={zero} {name}": (
-            {"zero": zero, "pipeline": {"microbatches": 2, "schedule": name}},
+            {"zero": zero, "pipeline": name, "microbatches": 2},
             {"dp": 2, "pp": 2},
             2,
             4,

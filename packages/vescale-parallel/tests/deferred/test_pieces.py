@@ -15,7 +15,14 @@ from peak import Peak
 from torch import nn
 from vescale_comm import simulate
 from vescale_dtensor import DTensor
-from vescale_parallel import DisagreementError, Plan, StaleParameterError, deferred, parallelize
+from vescale_parallel import (
+    DisagreementError,
+    Plan,
+    StaleParameterError,
+    Zero,
+    deferred,
+    parallelize,
+)
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._deferred.models import is_deferred
 
@@ -38,7 +45,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "zero 2": ({"dp": 2}, {"zero": 2}),
     "zero 3": ({"dp": 3}, {"zero": 3}),
     "zero 3 and tp": ({"dp": 2, "tp": 2}, {"parameters": "tp:0", "zero": 3}),
-    "owned": ({"dp": 2}, {"zero": 3, "owned": "*.weight"}),
+    "owned": ({"dp": 2}, {"zero": Zero(3, owned="*.weight")}),
     "in bfloat16": ({"dp": 2}, {"zero": 3, "precision": {"master": "bfloat16"}}),
 }
 

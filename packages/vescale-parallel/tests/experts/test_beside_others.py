@@ -118,19 +118,20 @@ def by_steps(sizes: dict[str, int], words: dict[str, Any]) -> Callable[..., list
 
 def test_stages():
     expected = simulate(1).run(by_steps({"dp": 1}, {"microbatches": 2}))[0]
-    words = {"batch": "ep:0", "experts": "ep", "pipeline": {"microbatches": 2}}
+    words = {"batch": "ep:0", "experts": "ep", "pipeline": "1f1b", "microbatches": 2}
     for found in simulate(4).run(by_steps({"pp": 2, "ep": 2}, words)):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_stages_and_zero_over_the_axis_of_experts_are_refused():
-    plan = vp.Plan(batch="ep:0", experts="ep", zero=2, over="ep", pipeline={"microbatches": 2})
+    words = {"batch": "ep:0", "experts": "ep", "pipeline": "1f1b", "microbatches": 2}
+    plan = vp.Plan(zero=vp.Zero(2, over="ep"), **words)
     with pytest.raises(vp.PlanError, match="Shard them over another axis"):
         plan.check(Blocks(), {"pp": 2, "ep": 2})
 
 
 def test_logical_shards():
-    words = {"deterministic": "dp-invariant", "shards": 4}
+    words = {"deterministic": vp.Invariant(4)}
     expected = simulate(1).run(by_steps({"dp": 1}, words))[0]
     words |= {"batch": "dp:0", "experts": "ep"}
     for found in simulate(4).run(by_steps({"dp": 2, "ep": 2}, words)):

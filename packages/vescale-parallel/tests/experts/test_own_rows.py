@@ -84,7 +84,7 @@ PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp2": ({"dp": 2}, {}),
     "dp4, a rank without rows": ({"dp": 4}, {}),
     "dp2 zero3": ({"dp": 2}, {"zero": 3}),
-    "a unit of their own": ({"dp": 2}, {"zero": 3, "units": "experts"}),
+    "a unit of their own": ({"dp": 2}, {"zero": vp.Zero(3, units="experts")}),
     "dp2 tp2": (
         {"dp": 2, "tp": 2},
         {"parameters": {"*.gate_up_proj": "tp:1", "*.down_proj": "tp:2", "*": "replicate"}},
@@ -95,7 +95,7 @@ PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     ),
     "others over an axis": ({"dp": 2, "ep": 2}, {"experts": {"other": "ep"}}),
     "recomputed": ({"dp": 2}, {"checkpoint": {"experts": "full"}}),
-    "logical shards": ({"dp": 2}, {"deterministic": "dp-invariant", "shards": 3}),
+    "logical shards": ({"dp": 2}, {"deterministic": vp.Invariant(3)}),
     "static": ({"dp": 2}, {"static": True}),
 }
 

@@ -10,7 +10,14 @@ from torch import Tensor
 from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
-from vescale_parallel import Plan, captured_units, forward_backward, parallelize, sum_over_shards
+from vescale_parallel import (
+    Invariant,
+    Plan,
+    captured_units,
+    forward_backward,
+    parallelize,
+    sum_over_shards,
+)
 from vescale_parallel import mesh as make_mesh
 from zero_models import Decoder, whole
 
@@ -88,7 +95,7 @@ def transposed(rank: int, world_size: int) -> list[float]:
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
     model[0].weight.data = torch.randn(4, 6).t()
-    plan = Plan(deterministic="dp-invariant", shards=4)
+    plan = Plan(deterministic=Invariant(4))
     parallelize(model, make_mesh(device_type="cpu", dp=world_size), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     x = torch.linspace(-1, 1, 20).view(5, 4)
@@ -227,7 +234,7 @@ class Normed(torch.nn.Module):
 def normed(sizes: Any, zero: int, **words: Any) -> Any:
     def run(rank: int, world_size: int) -> Any:
         torch.manual_seed(0)
-        plan = Plan(zero=zero, deterministic="dp-invariant", shards=4, **words)
+        plan = Plan(zero=zero, deterministic=Invariant(4), **words)
         model = parallelize(Normed(), make_mesh(device_type="cpu", **sizes), plan)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found = []
@@ -268,7 +275,7 @@ def test_running_statistics_are_those_of_the_whole_batch():
         torch.manual_seed(0)
         norm = torch.nn.BatchNorm2d(3, momentum=0.3)
         model = torch.nn.Sequential(norm, torch.nn.Conv2d(3, 1, 1))
-        plan = Plan(deterministic="dp-invariant", shards=4)
+        plan = Plan(deterministic=Invariant(4))
         report = str(plan.check(model, {"dp": 2}))
         assert "1 batch norm: normalised by the rows of one logical shard" in report
         parallelize(model, make_mesh(device_type="cpu", dp=2), plan)

@@ -77,7 +77,7 @@ def batch() -> tuple[Tensor, Tensor]:
 PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp2": ({"dp": 2}, {}),
     "a rank without rows": ({"dp": 6}, {}),
-    "zero3": ({"dp": 2}, {"zero": 3, "units": "routed"}),
+    "zero3": ({"dp": 2}, {"zero": vp.Zero(3, units="routed")}),
     "tp": ({"dp": 2, "tp": 2}, {"parameters": {"table": "tp:0", "*": "replicate"}}),
     "whole": ({"tp": 2}, {}),
     "recomputed": ({"dp": 2}, {"checkpoint": {"routed": "full"}}),

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from vescale_comm import all_gather, all_reduce, reduce_scatter
 from vescale_comm.testing import run
 from vescale_parallel import mesh
-from vescale_parallel._memory.traced import traced
+from vescale_parallel._memory.tracing import trace_program
 from vescale_parallel.memory import measured, plan
 
 
@@ -31,7 +31,7 @@ def on_a_rank(rank: int, world_size: int) -> tuple[list[str], bool]:
     found = plan(graph)
     names = [name for name in found.order if name.startswith("all_reduce")]
     results: list[Any] = [function(*inputs), found.run(*inputs), found.apply()(*inputs)]
-    of = traced(graph, None)
+    of = trace_program(graph, None)
     users = [{of.nodes[at].name for at in one.users} for one in of.program.storages]
     # Made, and not what is read: that is copied at once.
     kept = sum({"all_reduce", "wait_tensor"} <= one for one in users) == 1
@@ -55,7 +55,7 @@ def reads_until_waited(rank: int, world_size: int) -> tuple[int, int]:
     found = []
     for call in (all_gather, all_reduce):
         function = partial(lambda call, x: call(x * 2, group) + 1, call)
-        of = traced(make_fx(function, tracing_mode="fake")(torch.ones(4)), None)
+        of = trace_program(make_fx(function, tracing_mode="fake")(torch.ones(4)), None)
         users = [{of.nodes[at].name for at in one.users} for one in of.program.storages]
         found.append(sum("wait_tensor" in one for one in users))
     return found[0], found[1]
@@ -72,7 +72,7 @@ def test_what_several_gathers_of_one_call_read_lives_until_the_first_wait():
         gathered = ops.all_gather_into_tensor_coalesced([x * 2, y * 3], 2, "0")
         return sum(ops.wait_tensor(one).sum() for one in gathered)
 
-    of = traced(make_fx(function, tracing_mode="fake")(torch.ones(4), torch.ones(3)), None)
+    of = trace_program(make_fx(function, tracing_mode="fake")(torch.ones(4), torch.ones(3)), None)
     lives = {one.name: {of.nodes[at].name for at in one.users} for one in of.program.storages}
     assert all({"wait_tensor", "wait_tensor_1"} <= lives[name] for name in ("mul", "mul_1"))
 

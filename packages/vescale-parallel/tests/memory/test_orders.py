@@ -12,10 +12,10 @@ from vescale_parallel import ParallelError
 from vescale_parallel._memory.caching import CachingAllocator
 from vescale_parallel._memory.highs import by_highs
 from vescale_parallel._memory.layout import Block, checked_layout, laid_out, most_at_once
-from vescale_parallel._memory.ordered import ordered, ordered_by_ilp
+from vescale_parallel._memory.order_choice import choose_order, ordered_by_ilp
 from vescale_parallel._memory.program import Operation, Program, Storage, checked_order, program
 from vescale_parallel._memory.reach import Reach
-from vescale_parallel._memory.simulated import Running, lifetimes, profile
+from vescale_parallel._memory.simulation import PrefixState, lifetimes, profile
 
 
 def random_program(seed: int, size: int) -> Program:
@@ -65,7 +65,7 @@ def naive_peak(of: Program, order: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("seed", range(30))
 def test_small_programs_are_solved(seed: int):
     of = random_program(seed, 6)
-    found = ordered(of, deadline=time.monotonic() + 60)
+    found = choose_order(of, deadline=time.monotonic() + 60)
     assert found.profile.peak == best_of_all(of) == found.lower_bound
     assert Reach(of).lower_bound() <= found.lower_bound
 
@@ -90,7 +90,7 @@ def test_an_integer_program_that_cannot_end_leaves_program_order():
 @pytest.mark.parametrize("seed", range(8))
 def test_orders_are_valid_and_never_above_program_order(seed: int):
     of = random_program(seed, 60)
-    found = ordered(of, deadline=time.monotonic() + 0.3)
+    found = choose_order(of, deadline=time.monotonic() + 0.3)
     assert checked_order(of, found.order) == found.order
     start = profile(of, range(len(of))).peak
     assert found.peaks["program order"] == start >= found.profile.peak >= found.lower_bound
@@ -100,7 +100,7 @@ def test_orders_are_valid_and_never_above_program_order(seed: int):
 @pytest.mark.parametrize("seconds", [-1.0, 0.0])
 def test_without_time_there_is_still_a_plan_and_it_says_so(seconds: float):
     of = random_program(3, 80)
-    found = ordered(of, deadline=time.monotonic() + seconds)
+    found = choose_order(of, deadline=time.monotonic() + seconds)
     assert checked_order(of, found.order)
     assert not found.complete
     assert found.profile.peak <= found.peaks["program order"]
@@ -109,7 +109,7 @@ def test_without_time_there_is_still_a_plan_and_it_says_so(seconds: float):
 @pytest.mark.parametrize("seed", range(5))
 def test_a_prefix_knows_what_the_simulator_knows(seed: int):
     of = random_program(seed, 40)
-    running = Running(of)
+    running = PrefixState(of)
     levels = []
     for at in range(len(of)):
         running.run(at)
@@ -141,7 +141,7 @@ def test_updates_are_pulled_forward():
     storages = [Storage(str(at), 100, at, (at, count + at)) for at in range(count)]
     chain = [[at - 1] if at else [] for at in range(count)]
     of = program(operations, storages, [*chain, *([at] for at in range(count))])
-    found = ordered(of, deadline=time.monotonic() + 60)
+    found = choose_order(of, deadline=time.monotonic() + 60)
     assert (found.peaks["program order"], found.profile.peak) == (100 * count, 100)
 
 
@@ -204,8 +204,10 @@ def test_highs_orders_as_branch_and_bound_does():
         for one, size in sizes.items()
     ]
     of = program([Operation(str(one)) for one in order], storages, [[]] * 6)
-    found = ordered(of, deadline=time.monotonic() + 20, solve=by_highs)
-    assert found.profile.peak == ordered(of, deadline=time.monotonic() + 20).profile.peak == 102
+    found = choose_order(of, deadline=time.monotonic() + 20, solve=by_highs)
+    assert (
+        found.profile.peak == choose_order(of, deadline=time.monotonic() + 20).profile.peak == 102
+    )
 
 
 def test_the_caching_allocator_as_torch_has_it():

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from vescale_parallel import ParallelError
-from vescale_parallel._memory import traced as traced_room
-from vescale_parallel._memory.copied import copied_module
+from vescale_parallel._memory import tracing as traced_room
+from vescale_parallel._memory.graph_copy import copied_module
 from vescale_parallel._memory.program import Program
-from vescale_parallel._memory.traced import Traced, Tracing, traced
+from vescale_parallel._memory.tracing import TracedGraph, Tracing, trace_program
 
 
-def of_function(function: Callable[..., Any], *inputs: Any) -> Traced:
-    return traced(make_fx(function, tracing_mode="fake")(*inputs), None)
+def of_function(function: Callable[..., Any], *inputs: Any) -> TracedGraph:
+    return trace_program(make_fx(function, tracing_mode="fake")(*inputs), None)
 
 
-def named(found: Traced, part: str) -> list[int]:
+def named(found: TracedGraph, part: str) -> list[int]:
     return [at for at, node in enumerate(found.nodes) if part in node.name]
 
 
@@ -42,7 +42,7 @@ def test_views_keep_their_storage_alive():
 
 def test_inputs_and_constants_are_not_counted():
     module = nn.Linear(4, 4)
-    found = traced(fx.symbolic_trace(module), [torch.ones(2, 4)])
+    found = trace_program(fx.symbolic_trace(module), [torch.ones(2, 4)])
     assert [one.bytes for one in found.program.storages] == [32]
 
 
@@ -61,7 +61,7 @@ def in_place(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
 def test_any_allowed_order_computes_the_same(seed: int):
     inputs = torch.arange(4.0), torch.full((4,), 3.0)
     module = make_fx(in_place, tracing_mode="fake")(*inputs)
-    found = traced(module, None)
+    found = trace_program(module, None)
     env = dict(
         zip(module.graph.find_nodes(op="placeholder"), map(torch.clone, inputs), strict=True)
     )
@@ -96,7 +96,7 @@ def test_modules_and_methods_are_seen_through():
             made.mul_(2)
             return made.view(-1) + 1
 
-    found = traced(fx.symbolic_trace(Net()), [torch.ones(3, 4)])
+    found = trace_program(fx.symbolic_trace(Net()), [torch.ones(3, 4)])
     assert found.writes  # running statistics
     linear, norm, _ = found.program.storages
     assert (linear.bytes, norm.bytes) == (96, 96)
@@ -116,7 +116,7 @@ UNPLANNED = [
 @pytest.mark.parametrize(("function", "inputs", "words"), UNPLANNED)
 def test_what_cannot_be_planned_is_told(function: Any, inputs: Any, words: str):
     with pytest.raises(ParallelError, match=words):
-        traced(fx.symbolic_trace(function), inputs)
+        trace_program(fx.symbolic_trace(function), inputs)
 
 
 def test_symbolic_shapes_are_told_and_made_concrete_by_inputs():
@@ -124,8 +124,8 @@ def test_symbolic_shapes_are_told_and_made_concrete_by_inputs():
         torch.ones(4, 6)
     )
     with pytest.raises(ParallelError, match="symbolic shape"):
-        traced(module, None)
-    found = traced(module, [torch.ones(5, 8)])
+        trace_program(module, None)
+    found = trace_program(module, [torch.ones(5, 8)])
     assert [one.bytes for one in found.program.storages if one.bytes] == [160]
 
 
@@ -143,7 +143,7 @@ def test_a_graph_that_was_changed_is_asked_of_what_is_new(monkeypatch: pytest.Mo
         lambda self, node: [ran.append(node.name), run_new(self, node)][1],
     )
     module, memory = make_fx(function, tracing_mode="fake")(torch.ones(3, 3)), Tracing()
-    assert traced(module, None, memory=memory).program == traced(module, None).program
+    assert trace_program(module, None, memory=memory).program == trace_program(module, None).program
     copy, copies = copied_module(module)
     (product,) = (one for one in copies.values() if "mm" in one.name)
     with copy.graph.inserting_before(product):
@@ -152,12 +152,12 @@ def test_a_graph_that_was_changed_is_asked_of_what_is_new(monkeypatch: pytest.Mo
     product.replace_input_with(product.args[0], again)
     copy.recompile()
     ran.clear()
-    found = traced(copy, None, memory=memory)
+    found = trace_program(copy, None, memory=memory)
     # Constants and inputs, the new node, who reads it, and the results.
     calls = [one.name for one in copy.graph.nodes if one.op == "call_function"]
     assert [one for one in ran if one in calls] == [again.name, product.name]
-    assert found.program == traced(copy, None).program
-    assert found.plain == traced(copy, None).plain
+    assert found.program == trace_program(copy, None).program
+    assert found.plain == trace_program(copy, None).plain
 
 
 def test_what_changes_shapes_in_place_is_asked_anew():
@@ -167,6 +167,6 @@ def test_what_changes_shapes_in_place_is_asked_anew():
         return made + 1
 
     module, memory = make_fx(function, tracing_mode="fake")(torch.ones(3, 3)), Tracing()
-    first, second = (traced(module, None, memory=memory) for _ in range(2))
+    first, second = (trace_program(module, None, memory=memory) for _ in range(2))
     shapes = [[one.shape for one in found.results[found.nodes[-1]]] for found in (first, second)]
     assert shapes == [[(1, 3, 3)], [(1, 3, 3)]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from vescale_comm import simulate
-from vescale_parallel import Plan, PlanError, forward_backward, mesh, parallelize
+from vescale_parallel import Pipeline, Plan, PlanError, forward_backward, mesh, parallelize
 from vescale_parallel._notation.batch import dim_of_rows
 from vescale_parallel._notation.layout import parse_layout
 
@@ -31,7 +31,7 @@ def test_which_dim_has_the_rows(batch: str | None, over: str, dim: int):
 MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 PARTS: list[dict[str, Any]] = [
     {"microbatches": 2},
-    {"pipeline": {"stages": "?", "microbatches": 2}},
+    {"pipeline": Pipeline(stages="?"), "microbatches": 2},
     {"deterministic": "dp-invariant"},
 ]
 

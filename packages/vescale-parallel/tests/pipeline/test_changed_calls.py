@@ -8,7 +8,14 @@ from stage_runs import accumulate, require_gradients, staged
 from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
-from vescale_parallel import ParallelError, PipelineError, Plan, forward_backward, parallelize
+from vescale_parallel import (
+    Invariant,
+    ParallelError,
+    PipelineError,
+    Plan,
+    forward_backward,
+    parallelize,
+)
 from vescale_parallel import mesh as make_mesh
 from zero_models import PARAMETERS, Decoder
 
@@ -23,7 +30,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-STAGES = Plan(parameters=PARAMETERS, pipeline={"microbatches": 2})
+STAGES = Plan(parameters=PARAMETERS, pipeline="1f1b", microbatches=2)
 
 
 def build(how: Plan | None = None, **sizes: int) -> nn.Module:
@@ -176,8 +183,8 @@ BY_TOKENS = [
     (Plan(microbatches=2), {"dp": 1}),
     (Plan(batch="dp:0", parameters={"*": "replicate"}, microbatches=2), {"dp": 2}),
     (STAGES, {"pp": 2}),
-    (Plan(pipeline={"microbatches": 3, "schedule": "zb-h1"}), {"pp": 2}),
-    (Plan(batch="dp:0", deterministic="dp-invariant", shards=4), {"dp": 2}),
+    (Plan(pipeline="zb-h1", microbatches=3), {"pp": 2}),
+    (Plan(batch="dp:0", deterministic=Invariant(4)), {"dp": 2}),
 ]
 
 

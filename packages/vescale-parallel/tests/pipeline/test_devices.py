@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import simulate
 from vescale_comm.testing import run
-from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
+from vescale_parallel import Pipeline, PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
@@ -72,7 +72,7 @@ def set_random_states(states: list[Tensor]) -> None:
 
 
 def take_masks(model: nn.Module) -> list[list[Tensor]]:
-    """By block those of the latest step, before which the first microbatch is rehearsed."""
+    """By block those of the latest step, before which the first microbatch is tried."""
     found = [block.masks[-MICROBATCHES:] for block in model.blocks]
     for block in model.blocks:
         block.masks.clear()
@@ -123,8 +123,8 @@ def check(mesh: DeviceMesh, schedule: str) -> None:
     plain, model = Model().to(device), Model().to(device)
     model.load_state_dict(plain.state_dict())
     torch.manual_seed(11)
-    pipeline = {"stages": "blocks.*", "schedule": schedule, "microbatches": MICROBATCHES}
-    parallelize(model, mesh, Plan(pipeline=pipeline))
+    stages = Pipeline(schedule, stages="blocks.*")
+    parallelize(model, mesh, Plan(pipeline=stages, microbatches=MICROBATCHES))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
     for step in range(3):
         draws = torch.Generator().manual_seed(step)

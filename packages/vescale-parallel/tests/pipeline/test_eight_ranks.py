@@ -82,7 +82,7 @@ def test_evaluation_and_generation(layout: str, zero: int):
 
     def on_a_rank(rank: int, world_size: int) -> None:
         model = llama()
-        how = Plan.from_hf(model, pipeline={"microbatches": PARTS}, zero=zero)
+        how = Plan.from_hf(model, pipeline="1f1b", microbatches=PARTS, zero=zero)
         parallelize(model, make_mesh(device_type="cpu", **LAYOUTS[layout]), how)
         trained(model, tokens, 1)
         with torch.no_grad():
@@ -117,7 +117,7 @@ MODELS = [
 def test_hugging_face_models_run_in_stages(kind: str, sizes: dict[str, int], schedule: str):
     def on_a_rank(rank: int, world_size: int) -> None:
         plain, model = KINDS[kind](), KINDS[kind]()
-        plan = Plan.from_hf(model, pipeline={"schedule": schedule, "microbatches": 4})
+        plan = Plan.from_hf(model, pipeline=schedule, microbatches=4)
         parallelize(model, mesh(device_type="cpu", **sizes), plan)
         for _ in range(2):
             step_both(model, plain, 4, rtol=1e-5, **inputs())

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from vescale_comm import SimulationError, execution_log, simulate
 from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
-from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
+from vescale_parallel import Pipeline, PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._step.forward_backward import STEP
+from vescale_parallel._step.forward_backward import step_of
 
 
 class Fails(torch.autograd.Function):
@@ -68,14 +68,14 @@ class Hook:
             raise ValueError("not today")
 
 
-STAGES = {"schedule": "1f1b", "microbatches": 2}
+STAGES = {"pipeline": "1f1b", "microbatches": 2}
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "microbatches": ({"dp": 2}, {"batch": "dp:0", "microbatches": 2}),
     "zero": ({"dp": 2}, {"batch": "dp:0", "microbatches": 2, "zero": 3}),
-    "1f1b": ({"pp": 2}, {"pipeline": {"schedule": "1f1b", "microbatches": 3}}),
-    "halves": ({"pp": 2}, {"pipeline": {"schedule": "zb-h1", "microbatches": 3}}),
-    "everywhere": ({"pp": 2}, {"pipeline": STAGES | {"everywhere": "embed"}}),
-    "stages of two": ({"pp": 2, "dp": 2}, {"batch": "dp:0", "pipeline": STAGES}),
+    "1f1b": ({"pp": 2}, {"pipeline": "1f1b", "microbatches": 3}),
+    "halves": ({"pp": 2}, {"pipeline": "zb-h1", "microbatches": 3}),
+    "everywhere": ({"pp": 2}, STAGES | {"pipeline": Pipeline(everywhere="embed")}),
+    "stages of two": ({"pp": 2, "dp": 2}, {"batch": "dp:0", **STAGES}),
 }
 
 
@@ -157,7 +157,7 @@ class Interrupted:
     """The `when`-th wait of a model for a message is interrupted behind it, as by Ctrl-C."""
 
     def __init__(self, model: nn.Module, when: int) -> None:
-        lines = getattr(model, STEP)._lines
+        lines = step_of(model)._lines
         self.left, self._start = when, lines.start_recv
         lines.start_recv = self
 
@@ -204,7 +204,7 @@ def test_an_interrupt_while_a_rank_waits_for_another(name: str):
         assert all("KeyboardInterrupt" in one for one in told), told
 
 
-def test_ranks_of_a_stage_that_differ_are_named_in_a_rehearsal():
+def test_ranks_of_a_stage_that_differ_are_named_in_a_trial_run():
     def on_a_rank(rank: int, world_size: int) -> None:
         sizes, options = MESHES["stages of two"]
         model = Model()
@@ -215,5 +215,5 @@ def test_ranks_of_a_stage_that_differ_are_named_in_a_rehearsal():
 
     with pytest.raises(SimulationError) as raised:
         simulate(4)(on_a_rank)
-    # And not that some wait for the vote, and others in the rehearsal.
+    # And not that some wait for the vote, and others in the trial run.
     assert str(raised.value).count(": CommMismatchError") == 4

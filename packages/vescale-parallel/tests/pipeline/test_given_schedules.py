@@ -9,8 +9,9 @@ from stage_runs import accumulate, batch, make, plan, staged, train
 from vescale_comm import simulate
 from vescale_parallel import Plan, PlanError, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._pipeline.given import best_in_place, schedule_for
-from vescale_parallel._pipeline.measured import KeptBytes
+from vescale_parallel._pipeline.plan.schedule_choice import best_in_place, schedule_for
+from vescale_parallel._pipeline.run.measurements import KeptBytes
+from vescale_parallel._step.forward_backward import step_of
 from vescale_parallel.schedules import SCHEDULES, StageTimes, make_schedule, simulate_schedule
 
 
@@ -27,7 +28,7 @@ def test_a_function_makes_the_schedule():
 def test_a_file_has_the_schedule(tmp_path: Path):
     path = tmp_path / "mine.csv"
     path.write_text(make_schedule("zbv", 2, 4).to_csv())
-    how = Plan(pipeline={"schedule": str(path)})
+    how = Plan(pipeline=str(path))
     path.unlink()
     assert Plan.from_json(how.to_json()) == how
     simulate(2)(train, {"pp": 2}, how, False, 8)
@@ -51,7 +52,7 @@ def test_what_is_no_schedule_is_refused(case: str):
     given, words = WRONG[case]
     microbatches = 1 if case in ("a deadlock", "half a backward") else 4
     with pytest.raises(PlanError, match=words):
-        Plan(pipeline={"schedule": given, "microbatches": microbatches}).check(make(), {"pp": 2})
+        Plan(pipeline=given, microbatches=microbatches).check(make(), {"pp": 2})
 
 
 def test_functions_are_not_written():
@@ -116,7 +117,8 @@ def auto(rank: int, world_size: int, sizes: dict[str, int], memory: int | None) 
         except PlanError as error:
             return str(error), step
         torch.testing.assert_close(losses[-1], expected, rtol=1e-6, atol=1e-7)
-    return model._vescale_step._schedule.name, model._vescale_step._scene.kept  # type: ignore[union-attr]
+    step = step_of(model)
+    return step._schedule.name, step._scene.kept
 
 
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"dp": 2, "pp": 2}], ids=str)

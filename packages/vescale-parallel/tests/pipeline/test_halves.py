@@ -16,8 +16,8 @@ from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
 from vescale_parallel import Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._pipeline.cut import cut_of, walk
-from vescale_parallel._pipeline.halves import Halves
+from vescale_parallel._pipeline.run.backward_cut import cut_of, walk
+from vescale_parallel._pipeline.run.halves import Halves
 
 PRODUCTS = ("mm", "addmm", "bmm", "convolution_backward", "_scaled_dot_product")
 
@@ -123,7 +123,7 @@ def test_schedules_of_halves_compute_no_product_more():
     def on_a_rank(rank: int, world_size: int, schedule: str) -> int:
         model = make()
         parallelize(model, make_mesh(device_type="cpu", pp=2), plan(schedule, 2))
-        forward_backward(model, *batch(0))  # rehearsed
+        forward_backward(model, *batch(0))  # tried
         with Counted() as counted:
             forward_backward(model, *batch(1))
         return counted.products
@@ -164,8 +164,7 @@ class Turns(nn.Module):
 def test_ranks_without_rows_gather_what_others_gather(schedule: str, zero: int):
     """Of 7 rows the last microbatch has one, so one of two ranks has other kernels in its graph."""
     plain, model = Turns(), Turns()
-    words = {"schedule": schedule, "microbatches": 4}
-    how = Plan(pipeline=words, zero=zero)
+    how = Plan(pipeline=schedule, microbatches=4, zero=zero)
     parallelize(model, make_mesh(device_type="cpu", pp=2, dp=2), how)
     for step in range(2):
         x = torch.randn(7, 5, 6, generator=torch.Generator().manual_seed(step))
@@ -180,7 +179,7 @@ def test_microbatches_copy_no_gradients():
     def on_a_rank(rank: int, world_size: int, schedule: str, count: int) -> int:
         model = make()
         parallelize(model, make_mesh(device_type="cpu", pp=2), plan(schedule, count))
-        forward_backward(model, *batch(0))  # rehearsed
+        forward_backward(model, *batch(0))  # tried
         with Counted() as counted:
             forward_backward(model, *batch(1))
         return counted.calls["copy_"] + counted.calls["clone"]

@@ -161,7 +161,7 @@ def watched_on_one(rank: int, world_size: int, watching: int) -> tuple[int, int]
         before = calls
         step_both(model, plain, 4, batch(step), rtol=1e-5)
         learned.append(calls - before)
-    # The first of these steps rehearses once more; then each microbatch calls its own two blocks.
+    # The first of these steps tries once more; then each microbatch calls its own two blocks.
     return learned[2], learned[4]
 
 

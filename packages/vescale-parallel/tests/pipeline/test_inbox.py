@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from vescale_parallel._pipeline.messages import Inbox, traffic_of
+from vescale_parallel._pipeline.run.messages import Inbox, traffic_of
 from vescale_parallel.schedules import SCHEDULES, make_schedule
 
 MICROBATCHES = 4

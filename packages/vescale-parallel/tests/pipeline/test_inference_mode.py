@@ -27,7 +27,7 @@ WORDS: list[dict[str, Any]] = [
 
 def trained(sizes: dict[str, int], words: dict[str, Any], *, first: bool, inference: bool) -> Any:
     """Losses of evaluations between three steps, and the parameters at the end."""
-    stages: dict[str, Any] = {"pipeline": {"microbatches": 2}} if "pp" in sizes else {}
+    stages: dict[str, Any] = {"pipeline": "1f1b", "microbatches": 2} if "pp" in sizes else {}
     model: nn.Module = make(True)
     plan = Plan(parameters=PARAMETERS, **stages, **words)
     parallelize(model, make_mesh(device_type="cpu", **sizes), plan)

@@ -12,8 +12,8 @@ from torch import Tensor
 from vescale_comm import simulate
 from vescale_parallel import forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._pipeline.described import Blanks, TensorSpec, spec_of
-from vescale_parallel._pipeline.runner import Runner
+from vescale_parallel._pipeline.run.runner import Runner
+from vescale_parallel._pipeline.trace.tensor_specs import Blanks, TensorSpec, spec_of
 from vescale_parallel._schedules.actions import Action
 from vescale_parallel.schedules import SCHEDULES, make_schedule, simulate_schedule
 
@@ -24,7 +24,7 @@ def on_a_rank(rank: int, world_size: int, name: str, most: list[int]) -> None:
     model = make(blocks=4)
     parallelize(model, make_mesh(device_type="cpu", pp=2), plan(name, MICROBATCHES))
     rows = batch(0, MICROBATCHES)
-    forward_backward(model, *rows)  # rehearsed
+    forward_backward(model, *rows)  # tried
     most[rank] = 0
     forward_backward(model, *rows)
 

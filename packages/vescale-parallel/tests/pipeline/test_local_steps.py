@@ -39,7 +39,7 @@ FUSED: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 def staged(sizes: dict[str, int]) -> nn.Module:
     torch.manual_seed(3)
-    how = Plan(parameters=PARAMETERS, pipeline={"microbatches": 2})
+    how = Plan(parameters=PARAMETERS, pipeline="1f1b", microbatches=2)
     return parallelize(Decoder(blocks=2), make_mesh(device_type="cpu", **sizes), how)
 
 
@@ -146,7 +146,7 @@ def test_states_that_are_loaded():
 
 @on_ranks(2)
 def test_ranks_do_not_drift_apart():
-    """Each rank steps other parameters than the others, and none takes that for drifting apart."""
+    """Each rank steps other parameters than the others, and none takes that for diverging."""
     one, two = twins(PP, "AdamW, fused")
     for seed in range(10):
         step(one, seed)

@@ -11,14 +11,14 @@ from ports import free_port
 PROGRAM = """
 import os, sys, time, torch
 from torch import nn
-from vescale_parallel import Plan, forward_backward, mesh, parallelize
+from vescale_parallel import Pipeline, Plan, forward_backward, mesh, parallelize
 
 how, rank = sys.argv[1], int(os.environ["RANK"])
 torch.manual_seed(0)
 blocks = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)) for _ in range(6)]
 model = nn.Sequential(*blocks)
-stages = {"stages": "?", "schedule": "1f1b", "microbatches": 4}
-parallelize(model, mesh(pp=3, device_type="cpu", timeout=8), Plan(pipeline=stages))
+stages = Plan(pipeline=Pipeline(stages="?"), microbatches=4)
+parallelize(model, mesh(pp=3, device_type="cpu", timeout=8), stages)
 rows, targets = torch.randn(8, 8), torch.randn(8, 8)
 step = lambda: forward_backward(model, rows, loss=(nn.functional.mse_loss, targets))
 step()

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from vescale_parallel._pipeline import messages
-from vescale_parallel._pipeline.finish import Trained, note_of
-from vescale_parallel._pipeline.measured import Stopwatch
-from vescale_parallel._pipeline.messages import Inbox, Lines, Message, lanes_of
-from vescale_parallel._pipeline.runner import Runner, first_microbatches, forwards_only
-from vescale_parallel._pipeline.used import Returned
+from vescale_parallel._pipeline.finish.step_end import note_of
+from vescale_parallel._pipeline.plan.model_walk import TrainedParameters
+from vescale_parallel._pipeline.run import messages
+from vescale_parallel._pipeline.run.measurements import Stopwatch
+from vescale_parallel._pipeline.run.messages import Inbox, Lines, Message, lanes_of
+from vescale_parallel._pipeline.run.runner import Runner, first_microbatches, forwards_only
+from vescale_parallel._pipeline.trace.loss_dependence import ReturnedGradients
 from vescale_parallel.schedules import SCHEDULES, Action, Schedule, make_schedule
 
 Lane = Callable[[int, int], object]
@@ -101,7 +102,7 @@ def queued(
     runner._lines, runner._watch, runner._is_still = lines, None, False
     runner._sent, runner._given, runner._held_back = {}, set(), None
     runner._kept, runner._forwards, runner._halves = {}, {}, {}
-    runner._returned, runner._microbatches = Returned(), ()
+    runner._returned, runner._microbatches = ReturnedGradients(), ()
 
     def specs(message: Message) -> Any:
         is_empty = message.way == "backward" and message.stage in without
@@ -279,4 +280,4 @@ def test_a_measured_action_does_not_wait_for_messages(monkeypatch: pytest.Monkey
 
 def test_a_loss_on_a_device_is_not_read():
     # It would wait there for all of the step. Nothing of a meta tensor can be read.
-    assert len(note_of(torch.zeros((), device="meta"), Trained([], []), whole=True)) == 8
+    assert len(note_of(torch.zeros((), device="meta"), TrainedParameters([], []), whole=True)) == 8

@@ -10,9 +10,9 @@ import torch
 from stage_runs import failures_of, pieces_of, require_gradients, whole
 from torch import Tensor, nn
 from vescale_comm import simulate
-from vescale_parallel import Plan, deferred, forward_backward, parallelize
+from vescale_parallel import Pipeline, Plan, deferred, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._pipeline.order import Use, order_of_use
+from vescale_parallel._pipeline.plan.order import Use, order_of_use
 
 WIDTH, WORDS = 6, 12
 NAMES = ("table", "places", "first", "blocks", "middle", "last", "shared", "head")
@@ -102,7 +102,7 @@ def step_as_one_device(
 
     def on_a_rank(rank: int, world_size: int) -> None:
         model = make()
-        plan = Plan(pipeline={"stages": "blocks.*", "microbatches": 4} | words)
+        plan = Plan(pipeline=Pipeline(stages="blocks.*"), microbatches=4).with_(**words)
         parallelize(model, make_mesh(device_type="cpu", **sizes), plan, inputs=inputs)
         torch.manual_seed(1)
         forward_backward(model, *batch())
@@ -143,7 +143,7 @@ def test_a_batch_that_is_given_tells_where_there_is_nothing_else():
 
     def on_a_rank(rank: int, world_size: int) -> str:
         model = make()
-        plan = Plan(pipeline={"stages": "blocks.*", "microbatches": 4})
+        plan = Plan(pipeline=Pipeline(stages="blocks.*"), microbatches=4)
         parallelize(model, make_mesh(device_type="cpu", pp=2), plan)
         return failures_of(lambda: forward_backward(model, *batch()))
 
@@ -155,7 +155,7 @@ def test_inputs_that_do_not_fit_are_named_on_every_rank():
     def on_a_rank(rank: int, world_size: int) -> str:
         model = Model()
         before = copy.deepcopy(model.state_dict())
-        plan = Plan(pipeline={"microbatches": 2, "stages": "blocks.*"})
+        plan = Plan(pipeline=Pipeline(stages="blocks.*"), microbatches=2)
         given = {"words": torch.ones(1)}
         here = make_mesh(device_type="cpu", pp=2)
         told = failures_of(lambda: parallelize(model, here, plan, inputs=given))
@@ -169,7 +169,7 @@ def test_inputs_that_do_not_fit_are_named_on_every_rank():
 
 def test_ranks_that_give_others_are_told():
     def on_a_rank(rank: int, world_size: int) -> str:
-        plan = Plan(pipeline={"microbatches": 2, "stages": "blocks.*"})
+        plan = Plan(pipeline=Pipeline(stages="blocks.*"), microbatches=2)
         model, here = late(), make_mesh(device_type="cpu", pp=2)
         if rank:
             del model.dummy_inputs
@@ -243,7 +243,7 @@ def test_deferred_models_too():
         plain = late()
         with deferred():
             model = late()
-        plan = Plan(pipeline={"stages": "blocks.*", "microbatches": 4})
+        plan = Plan(pipeline=Pipeline(stages="blocks.*"), microbatches=4)
         parallelize(model, make_mesh(device_type="cpu", pp=2), plan)
         forward_backward(model, *batch())
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
@@ -253,7 +253,7 @@ def test_deferred_models_too():
 
 
 def test_a_plan_tells_it(capsys: pytest.CaptureFixture[str]):
-    plan = Plan(pipeline={"stages": "blocks.*"})
+    plan = Plan(pipeline=Pipeline(stages="blocks.*"))
     model, by_calls = late(), "lie by the order in which a forward calls them"
     assert by_calls in plan.explain(model, {"pp": 2})
     del model.dummy_inputs

@@ -51,8 +51,8 @@ CASES = [
 def test_outputs_are_those_of_one_device(sizes: dict[str, int], schedule: str, zero: int):
     def on_a_rank(rank: int, world_size: int) -> None:
         model, plain = net(), net()
-        words = {"schedule": schedule, "microbatches": 2}
-        parallelize(model, make_mesh(device_type="cpu", **sizes), Plan(pipeline=words, zero=zero))
+        how = Plan(pipeline=schedule, microbatches=2, zero=zero)
+        parallelize(model, make_mesh(device_type="cpu", **sizes), how)
         for step in range(2):
             x = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
             with torch.no_grad():
@@ -92,7 +92,9 @@ class Odd(Net):
 def test_outputs_that_cannot_be_told_are_refused_everywhere():
     def on_a_rank(rank: int, world_size: int) -> str:
         model = Odd()
-        parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline={"microbatches": 2}))
+        parallelize(
+            model, make_mesh(device_type="cpu", pp=2), Plan(pipeline="1f1b", microbatches=2)
+        )
         with torch.no_grad(), pytest.raises(PipelineError) as told:
             model(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
         return str(told.value)
@@ -110,7 +112,7 @@ def test_generate_without_a_cache(sizes: dict[str, int]):
 
     def on_a_rank(rank: int, world_size: int) -> Tensor:
         model: Any = llama().eval()
-        how = Plan.from_hf(model, pipeline={"microbatches": 2})
+        how = Plan.from_hf(model, pipeline="1f1b", microbatches=2)
         parallelize(model, make_mesh(device_type="cpu", **sizes), how)
         with pytest.raises(PipelineError, match="use_cache=False"):
             model.generate(tokens, **asked)

@@ -12,7 +12,7 @@ from stage_runs import require_gradients, staged, step_both
 from torch import Tensor, nn
 from vescale_comm.testing import on_ranks
 from vescale_parallel import PipelineError, forward_backward
-from vescale_parallel._pipeline.quiet import Quiet
+from vescale_parallel._pipeline.run.route_calls import RouteCalls
 
 MICROBATCHES = 4
 
@@ -79,13 +79,13 @@ def test_blocks_compute_with_what_they_are_called_with(
     rank: int, world_size: int, calls: str, schedule: str
 ):
     model, plain = in_stages(calls, schedule, world_size), make(calls)
-    quiet, answered = Quiet.call, []
-    Quiet.call = lambda self, *given: (answered.append(1), quiet(self, *given))[1]
+    quiet, answered = RouteCalls.call, []
+    RouteCalls.call = lambda self, *given: (answered.append(1), quiet(self, *given))[1]
     try:
         for seed in range(3):
             step_both(model, plain, MICROBATCHES, batch(seed))
     finally:
-        Quiet.call = quiet
+        RouteCalls.call = quiet
     require_gradients(model, plain, rtol=1.3e-6, atol=1e-5)
     assert answered
 
@@ -96,7 +96,7 @@ def test_a_block_that_is_called_otherwise_is_told(rank: int, world_size: int):
     for seed in range(2):
         forward_backward(model, batch(seed))
     model.calls = "exchanged"
-    with pytest.raises(PipelineError, match=r"lacks .*, and in its rehearsal it lacked"):
+    with pytest.raises(PipelineError, match=r"lacks .*, and in its trial run it lacked"):
         forward_backward(model, batch(2))
     model.calls = "plain"
     forward_backward(model, batch(3))

@@ -12,7 +12,7 @@ from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
 from vescale_parallel import Plan, PlanError, forward_backward
-from vescale_parallel._pipeline import rehearsal
+from vescale_parallel._pipeline.run import trial_run
 
 PIPELINE: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2}
 
@@ -161,7 +161,7 @@ def test_an_answer_that_fails_is_told_to_the_stage_that_waits(monkeypatch: pytes
     def fails(*given: Any) -> Any:
         raise RuntimeError("no way to hand this over")
 
-    monkeypatch.setattr(rehearsal, "handed_over", fails)
+    monkeypatch.setattr(trial_run, "handed_over", fails)
     for told in simulate(2)(on_a_rank):
         assert "no way to hand this over" in told, told
 
@@ -169,13 +169,13 @@ def test_an_answer_that_fails_is_told_to_the_stage_that_waits(monkeypatch: pytes
 CASES: dict[str, tuple[dict[str, Any], int, str]] = {
     "first stage": ({"fails": 0}, 4, "a block does not like this"),
     "last stage": ({"fails": 3}, 4, "a block does not like this"),
-    # The rehearsal takes back what it has counted: in the second microbatch.
+    # The trial run takes back what it has counted: in the second microbatch.
     "first stage in the step": ({"fails": 1, "when": 2}, 4, "a block does not like this"),
     "last stage in the step": ({"fails": 2, "when": 2}, 4, "a block does not like this"),
     "reads a value": ({"through": reads}, 4, "reads a value that another stage"),
     "uses what is not passed on": ({"through": adds}, 4, "takes values that only other stages"),
-    "computes with another stage's weight": ({"through": late_embed}, 4, "'everywhere': 'embed'"),
-    "reads a row of another stage's weight": ({"through": late_row}, 4, "'everywhere': 'embed'"),
+    "computes with another stage's weight": ({"through": late_embed}, 4, "everywhere='embed'"),
+    "reads a row of another stage's weight": ({"through": late_row}, 4, "everywhere='embed'"),
     "hides a value": ({"through": hides}, 4, "no numbers"),
     "uses what a block did not return": ({"through": leaks}, 4, "is not what that returns"),
     "takes what it finds of what blocks leave": (
@@ -280,7 +280,7 @@ NO_STAGES = [
     ({"stages": ["blocks.3", "blocks.2", "blocks.1", "blocks.0"]}, "follow the order"),
     ({"schedule": "zbv"}, "leave a stage empty"),
     ({"schedule": "1f2b"}, "no schedule"),
-    ({"stage": "blocks.*"}, "no word 'stage'"),
+    ({"stage": "blocks.*"}, "no 'stage'. Did you mean 'pipeline.stages'"),
     ({"microbatches": 0}, "positive number"),
     ({"schedule": "interleaved", "chunks": 2}, "leave a stage empty"),
 ]
@@ -289,11 +289,11 @@ NO_STAGES = [
 @pytest.mark.parametrize(("pipeline", "words"), NO_STAGES, ids=str)
 def test_plans_that_make_no_stages_are_refused(pipeline: dict[str, Any], words: str):
     with pytest.raises(PlanError, match=words):
-        Plan(pipeline=pipeline).check(Model(), {"pp": 4})
+        Plan(pipeline="1f1b").with_(**pipeline).check(Model(), {"pp": 4})
 
 
 def test_stages_are_balanced_and_explained():
-    report = Plan(pipeline=PIPELINE | {"stages": "blocks.*"}).check(Model(), {"pp": 2})
+    report = Plan().with_(**PIPELINE, stages="blocks.*").check(Model(), {"pp": 2})
     assert report.split is not None
     assert report.split.stages == (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))
     assert report.split.owners["embed.weight"] == 0

@@ -84,7 +84,7 @@ def test_router_losses_are_those_of_all_layers(name: str):
 
     def on_a_rank(rank: int, world_size: int) -> None:
         plain, model = make(kind), make(kind)
-        plan = Plan.from_hf(model, pipeline={"schedule": schedule, "microbatches": PARTS})
+        plan = Plan.from_hf(model, pipeline=schedule, microbatches=PARTS)
         parallelize(model, mesh(device_type="cpu", **sizes), plan.with_(**words))
         for step in range(3):
             expected = accumulate(without_cache(plain), PARTS, **inputs(step))
@@ -100,7 +100,7 @@ def test_an_evaluation_returns_what_was_collected():
 
     def on_a_rank(rank: int, world_size: int) -> None:
         plain, model = make("mixtral").eval(), make("mixtral").eval()
-        plan = Plan.from_hf(model, pipeline={"schedule": "1f1b", "microbatches": PARTS})
+        plan = Plan.from_hf(model, pipeline="1f1b", microbatches=PARTS)
         parallelize(model, mesh(device_type="cpu", pp=2), plan)
         given: dict[str, Any] = {**inputs(0), "use_cache": False}
         given |= {f"output_{name}": True for name in asked}
@@ -119,7 +119,7 @@ def test_an_evaluation_returns_what_was_collected():
 @on_ranks(2, simulated=True)
 def test_a_configuration_that_changes_is_seen():
     plain, model = make("mixtral"), make("mixtral")
-    plan = Plan.from_hf(model, pipeline={"schedule": "1f1b", "microbatches": PARTS})
+    plan = Plan.from_hf(model, pipeline="1f1b", microbatches=PARTS)
     parallelize(model, mesh(device_type="cpu", pp=2), plan)
     for asked in (False, True, False, True):
         for one in (plain, model):

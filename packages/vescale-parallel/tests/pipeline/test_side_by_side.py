@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import SimulationError, simulate
-from vescale_parallel import Plan, forward_backward, parallelize
+from vescale_parallel import Invariant, Pipeline, Plan, forward_backward, parallelize
 from word_models import WORDS, WordModel, loss_of
 
-STAGES = {"stages": "blocks.*", "schedule": "1f1b", "microbatches": 4}
+STAGES = Plan(pipeline=Pipeline(stages="blocks.*"), microbatches=4)
 
 
 def own_mesh(rank: int, axes: tuple[str, ...] = ("pp",), world_size: int = 4) -> DeviceMesh:
@@ -30,9 +30,8 @@ def batch(number: int) -> Tensor:
 
 def trained(mesh: DeviceMesh, seed: int, steps: int, **words: Any) -> list[float]:
     torch.manual_seed(seed)
-    if "pp" in (mesh.mesh_dim_names or ()):
-        words["pipeline"] = STAGES | words.get("pipeline", {})
-    model = parallelize(WordModel(), mesh, Plan(**words))
+    plan = STAGES if "pp" in (mesh.mesh_dim_names or ()) else Plan()
+    model = parallelize(WordModel(), mesh, plan | Plan(**words))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for number in range(steps):
@@ -48,12 +47,12 @@ def trained(mesh: DeviceMesh, seed: int, steps: int, **words: Any) -> list[float
 
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "pp2": (("pp",), {}),
-    "pp2, its schedule chosen": (("pp",), {"pipeline": {"schedule": "auto"}}),
+    "pp2, its schedule chosen": (("pp",), {"pipeline": "auto"}),
     "pp2 dp2": (("pp", "dp"), {"batch": "dp:0"}),
     "pp2 zero3": (("pp", "dp"), {"batch": "dp:0", "zero": 3}),
     # Without stages, and on meshes that are rearranged as those of stages are.
     "zero3 beside an inner axis": (("dp", "tp"), {"batch": "dp:0", "zero": 3}),
-    "logical shards": (("dp",), {"batch": "dp:0", "deterministic": "dp-invariant", "shards": 4}),
+    "logical shards": (("dp",), {"batch": "dp:0", "deterministic": Invariant(4)}),
 }
 
 
@@ -80,7 +79,7 @@ def test_two_models_at_their_own_pace(name: str) -> None:
 def test_what_fails_in_one_is_told_to_its_own_ranks() -> None:
     def run(rank: int, world_size: int) -> str:
         torch.manual_seed(0)
-        model = parallelize(WordModel(), own_mesh(rank), Plan(pipeline=STAGES))
+        model = parallelize(WordModel(), own_mesh(rank), STAGES)
         said = ""
         for number in range(3):
             # The other ranks of the second pipeline pass another batch, in one call.
@@ -100,7 +99,7 @@ def test_a_stage_that_raises_is_named_by_its_rank() -> None:
     def run(rank: int, world_size: int) -> None:
         which = rank // 2
         torch.manual_seed(0)
-        model = parallelize(WordModel(), own_mesh(rank), Plan(pipeline=STAGES))
+        model = parallelize(WordModel(), own_mesh(rank), STAGES)
         x = batch(0)
 
         def loss(made: Tensor, x: Tensor) -> Tensor:

@@ -12,12 +12,24 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
-from vescale_parallel import DisagreementError, PipelineError, Plan, forward_backward, parallelize
+from vescale_parallel import (
+    DisagreementError,
+    Pipeline,
+    PipelineError,
+    Plan,
+    forward_backward,
+    parallelize,
+)
 from vescale_parallel import mesh as make_mesh
 from zero_models import whole
 
 PARTS = 4
-PIPELINE: dict[str, Any] = {"stages": "blocks.*", "microbatches": PARTS}
+
+
+def in_blocks(schedule: str) -> Plan:
+    return Plan(pipeline=Pipeline(schedule, stages="blocks.*"), microbatches=PARTS)
+
+
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
 
 
@@ -81,14 +93,8 @@ class Model(nn.Module):
 
 
 def in_stages(sizes: dict[str, int], schedule: str, **fields: Any) -> Any:
-    pipeline: dict[str, Any] = {
-        "stages": "blocks.*",
-        "schedule": schedule,
-        "microbatches": PARTS,
-        **({"chunks": 2} if schedule == "interleaved" else {}),
-    }
     mesh = make_mesh(device_type="cpu", **sizes)
-    return parallelize(Model(), mesh, Plan(pipeline=pipeline, **fields))
+    return parallelize(Model(), mesh, in_blocks(schedule) | Plan(**fields))
 
 
 def own_blocks(model: Any) -> list[str]:
@@ -180,9 +186,8 @@ def counts(model: Any, blocks: list[int]) -> list[tuple[int, int]]:
 def test_recomputing_counts_as_torch_does_and_a_plan_leaves_what_is_counted_alone(how: str):
     kept, again = counting(), counting(recomputes=True)
     planned, own = counting(), counting(recomputes=True)
-    pipeline = {"stages": "blocks.*", "schedule": how, "microbatches": PARTS}
     for model, kind in ((planned, "full"), (own, None)):
-        plan = Plan(pipeline=pipeline, checkpoint=kind)
+        plan = in_blocks(how).with_(checkpoint=kind)
         parallelize(model, make_mesh(device_type="cpu", pp=2), plan)
         forward_backward(model, X)
     for plain in (kept, again):
@@ -203,10 +208,10 @@ def test_what_only_another_stage_writes_is_not_read():
     model, plain = in_stages({"pp": 2}, "1f1b"), Model()
     before = copy.deepcopy(plain.state_dict())
     model.reads = True
-    for rows in (X, torch.cat([X, X[:3]])):  # also where two kinds of microbatches are rehearsed
+    for rows in (X, torch.cat([X, X[:3]])):  # also where two kinds of microbatches are tried
         with pytest.raises(PipelineError, match=r"stage 1 reads 'blocks\.0\.load'"):
             forward_backward(model, rows)
-    # A rehearsal that fails takes back what it has written, too.
+    # A trial run that fails takes back what it has written, too.
     for name, one in before.items():
         found = whole(model.state_dict()[name])
         torch.testing.assert_close(found, one, rtol=0, atol=0, equal_nan=True, msg=name)
@@ -223,9 +228,7 @@ def test_blocks_of_several_stages_do_not_write_to_one_tensor(how: str):
     for block in model.blocks:
         block.norm = norm
         block.register_forward_hook(lambda module, args, output: module.norm(output))
-    parallelize(
-        model, make_mesh(device_type="cpu", pp=2), Plan(pipeline={**PIPELINE, "schedule": how})
-    )
+    parallelize(model, make_mesh(device_type="cpu", pp=2), in_blocks(how))
     with pytest.raises(PipelineError, match=r"blocks of several stages hold 'blocks\.0\.norm\."):
         forward_backward(model, X)
 
@@ -258,8 +261,7 @@ class Grows(nn.Module):
 
 @on_ranks(2, simulated=True)
 def test_a_buffer_that_grows_is_refused_on_every_rank():
-    pipeline = {"stages": "blocks.*", "schedule": "1f1b", "microbatches": PARTS}
     model = Chain(*(Grows() for _ in range(2)))
-    parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=pipeline))
+    parallelize(model, make_mesh(device_type="cpu", pp=2), in_blocks("1f1b"))
     with pytest.raises(PipelineError, match="a buffer that forwards write to keeps its shape"):
         forward_backward(model, X)

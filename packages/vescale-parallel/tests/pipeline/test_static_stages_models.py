@@ -10,7 +10,7 @@ from static_stage_runs import are_plain, replays, require_same_bits, trained
 from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
-from vescale_parallel import MoE, Plan
+from vescale_parallel import MoE, Pipeline, Plan
 
 
 class Experts(nn.Module):
@@ -47,8 +47,8 @@ def tokens_of(step: int) -> Any:
 
 @on_ranks(4, simulated=True)
 def test_layers_of_experts_run_eagerly_and_say_why():
-    words = {"stages": "blocks.*", "schedule": "zb-h1", "microbatches": 2}
-    how = Plan(batch="ep:0", experts="ep", pipeline=words)
+    stages = Pipeline("zb-h1", stages="blocks.*")
+    how = Plan(batch="ep:0", experts="ep", pipeline=stages, microbatches=2)
     units = require_same_bits(experts, {"pp": 2, "ep": 2}, how, trained(tokens_of))
     layers = [one for one in units if int(one.name[-1]) % 2]
     assert all(one.programs == 0 and one.refusal is not None for one in layers), units
@@ -81,10 +81,10 @@ def steps_and_text(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[A
 
 
 MODELS = [
-    (gpt2, {"pp": 2}, {"schedule": "zbv"}),
-    (llama, {"pp": 2}, {"schedule": "interleaved"}),
-    (gpt2, {"pp": 2, "tp": 2}, {"schedule": "1f1b"}),
-    (llama, {"pp": 2, "dp": 2}, {"schedule": "1f1b", "zero": 3}),
+    (gpt2, {"pp": 2}, {"pipeline": "zbv"}),
+    (llama, {"pp": 2}, {"pipeline": "interleaved"}),
+    (gpt2, {"pp": 2, "tp": 2}, {"pipeline": "1f1b"}),
+    (llama, {"pp": 2, "dp": 2}, {"pipeline": "1f1b", "zero": 3}),
 ]
 
 
@@ -97,9 +97,7 @@ MODELS = [
 )
 def test_hugging_face_models(make: Any, sizes: dict[str, int], words: dict[str, Any]):
     def on_a_rank(rank: int, world_size: int) -> None:
-        fields = {name: one for name, one in words.items() if name == "zero"}
-        schedule = {"schedule": words["schedule"], "microbatches": 4}
-        how = Plan.from_hf(make(), pipeline=schedule).with_(**fields)
+        how = Plan.from_hf(make(), microbatches=4, **words)
         units = require_same_bits(make, sizes, how, steps_and_text)
         if set(sizes) == {"pp"}:
             assert are_plain(units)
@@ -138,6 +136,6 @@ def with_routers(step: int) -> Any:
 @needs_transformers
 @on_ranks(4, simulated=True)
 def test_losses_of_routers_are_those_of_all_stages():
-    how = Plan.from_hf(mixtral(), pipeline={"schedule": "1f1b", "microbatches": 4})
+    how = Plan.from_hf(mixtral(), pipeline="1f1b", microbatches=4)
     units = require_same_bits(mixtral, {"pp": 2, "dp": 2}, how, trained(with_routers))
     assert all("hooks" in (one.refusal or "") for one in units), units

@@ -7,12 +7,13 @@ from collections import namedtuple
 
 import pytest
 import torch
-from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard, StridedShard
+from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard
+from vescale_dtensor.placement_types import StridedShard
 from vescale_parallel import PipelineError
-from vescale_parallel._pipeline.described import Described, TensorSpec
-from vescale_parallel._pipeline.streams import Streams, after, words_between
-from vescale_parallel._pipeline.text import from_text, to_text
-from vescale_rng import position
+from vescale_parallel._pipeline.trace.streams import Streams, after, words_between
+from vescale_parallel._pipeline.trace.tensor_specs import NestedSpecs, TensorSpec
+from vescale_parallel._pipeline.trace.text import from_text, to_text
+from vescale_rng.streams import position
 
 
 def moved(seed: int) -> random.Random:
@@ -66,7 +67,7 @@ PLACEMENTS = [
 def test_placements(placement: object):
     spec = TensorSpec(torch.bfloat16, (2, 3), (3, 1), (placement,), (4, 3), (3, 1), True)
     assert from_text(to_text(spec)) == spec
-    described = Described({"a": [1, "b", None]}, (spec,))
+    described = NestedSpecs({"a": [1, "b", None]}, (spec,))
     assert from_text(to_text(described)) == described
 
 
@@ -111,7 +112,7 @@ def test_numbers_that_json_lacks_are_told():
 @pytest.mark.parametrize("rounds", [1000, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_words_with_changes_are_read_or_refused(rounds: int):
     spec = TensorSpec(torch.bfloat16, (2, 3), (3, 1), (Shard(1), Partial()), (4, 3), (3, 1), True)
-    healthy = to_text(Described({"a": [1, "b", None], 3: (Pair(1, 2.5),)}, (spec,)))
+    healthy = to_text(NestedSpecs({"a": [1, "b", None], 3: (Pair(1, 2.5),)}, (spec,)))
     dice = random.Random(49)
     for _ in range(rounds):
         text = healthy

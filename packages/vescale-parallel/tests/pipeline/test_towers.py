@@ -9,7 +9,7 @@ from stage_models import needs_transformers
 from stage_runs import failures_of, require_gradients
 from torch import nn
 from vescale_comm import simulate
-from vescale_parallel import Plan, forward_backward, parallelize
+from vescale_parallel import Pipeline, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 
 pytestmark = [pytest.mark.models, needs_transformers]
@@ -59,7 +59,7 @@ CASES: dict[str, Case] = {
         {"stages": "text_model.encoder.layers.*", "everywhere": f"{{{','.join(VISION)}}}"},
         "none",
     ),
-    "one tower": (clip, {"stages": "text_model.encoder.layers.*"}, "'everywhere': 'vision_model"),
+    "one tower": (clip, {"stages": "text_model.encoder.layers.*"}, r"everywhere='vision_model"),
     "both towers": (
         clip,
         {"stages": "{text,vision}_model.encoder.layers.*"},
@@ -77,7 +77,7 @@ def test_towers_and_blocks_that_are_called_again(name: str):
 
     def on_a_rank(rank: int, world_size: int) -> str:
         (model, batch), (plain, _) = make(), make()
-        plan = Plan(parameters={"*": "replicate"}, pipeline={**pipeline, "microbatches": 1})
+        plan = Plan(parameters={"*": "replicate"}, pipeline=Pipeline(**pipeline), microbatches=1)
 
         def train() -> None:
             parallelize(model, make_mesh(pp=2, device_type="cpu"), plan)

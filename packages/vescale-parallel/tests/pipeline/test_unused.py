@@ -15,9 +15,9 @@ from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
 from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._pipeline.described import spec_of
-from vescale_parallel._pipeline.kinds import Entry, Kind
-from vescale_parallel._pipeline.used import LOSS, agreed_kinds, told_of
+from vescale_parallel._pipeline.trace.loss_dependence import LOSS, agreed_kinds, dependence_report
+from vescale_parallel._pipeline.trace.microbatch_kinds import Entry, Kind
+from vescale_parallel._pipeline.trace.tensor_specs import spec_of
 
 BLOCKS, MICROBATCHES, WIDTH = 8, 4, 6
 
@@ -103,10 +103,8 @@ def trained(schedule: str, sizes: dict[str, int], zero: int, seed: int, rows: in
 
     def on_a_rank(rank: int, world_size: int) -> None:
         plain, model = Pairs(seed), Pairs(seed)
-        words = {"schedule": schedule, "microbatches": count}
-        how = Plan(
-            pipeline=words, zero=zero, **({"parameters": PARAMETERS} if "tp" in sizes else {})
-        )
+        how = Plan(pipeline=schedule, microbatches=count, zero=zero)
+        how = how | Plan(parameters=PARAMETERS) if "tp" in sizes else how
         parallelize(model, make_mesh(device_type="cpu", **sizes), how)
         compare(model, plain, rows, count)
 
@@ -213,7 +211,7 @@ def test_what_no_rank_uses_is_not_sent_back():
         2: ((0, "a", ()), (2, LOSS, ("c",))),
         3: ((1, "c", ()), (1, "d", ("b",))),
     }
-    told = {rank: told_of([kind._replace(reaches=one)]) for rank, one in reaches.items()}
+    told = {rank: dependence_report([kind._replace(reaches=one)]) for rank, one in reaches.items()}
     (alone,) = agreed_kinds([kind], {0: told[0], 1: told[1]}, (0, 1))
     assert alone.entries[2].backs == alone.entries[2].uses == (False, True)
     assert alone.entries[1].backs == alone.entries[1].uses == (True, False)

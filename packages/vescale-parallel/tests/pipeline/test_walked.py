@@ -8,7 +8,7 @@ from torch import nn
 from vescale_comm.testing import on_ranks
 from vescale_parallel import Plan, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._pipeline.walked import Walker
+from vescale_parallel._pipeline.plan.model_walk import Walker
 from zero_models import PARAMETERS, Decoder
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
-from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
+from vescale_parallel import Pipeline, PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 from zero_models import whole
 
@@ -39,7 +39,7 @@ class Changing(nn.Module):
 def staged(blocks: int = 4) -> Changing:
     torch.manual_seed(3)
     model = Changing(blocks)
-    how = Plan(pipeline={"microbatches": 4, "stages": "blocks.*"})
+    how = Plan(pipeline=Pipeline(stages="blocks.*"), microbatches=4)
     return parallelize(model, make_mesh(device_type="cpu", pp=2), how)  # type: ignore[return-value]
 
 
@@ -117,7 +117,7 @@ def test_functions_are_not_watched_where_nothing_is_expected(rank: int, world_si
     model.extra = use
     for _ in range(2):
         forward_backward(model, X)
-    # Rehearsed, noted, and then followed by all others.
+    # Tried, noted, and then followed by all others.
     assert not any(seen[2:]), seen
     assert bool(seen) == (rank == 1)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from vescale_comm import simulate
-from vescale_parallel import Plan, mesh, parallelize
+from vescale_parallel import Plan, Zero, mesh, parallelize
 from zero_models import batch, make, require_same_gradients
 
 
@@ -47,7 +47,7 @@ def test_the_plan_of_a_memory_that_asks_for_zero_trains_alike():
     def program(rank: int, world_size: int) -> None:
         where = mesh(dp=2, tp=2, device_type="cpu")
         plan = Plan.data_parallel(plain, where, memory=1.0)
-        assert plan.zero == 3
+        assert plan.zero == Zero(3)
         model = parallelize(make(), where, plan)
         torch.manual_seed(5)  # dropout draws the same
         model(*batch(0)).backward()
@@ -63,15 +63,16 @@ def test_memory_decides_the_level():
     with torch.device("meta"):
         model = nn.Linear(1000, 1000, bias=False)
     levels = [
-        Plan.data_parallel(model, {"dp": 4}, memory=share * 1e6 / 0.6).zero
+        Plan.data_parallel(model, {"dp": 4}, memory=share * 1e6 / 0.6).zero.level
         for share in (16.01, 15.99, 10.01, 9.99, 7.01, 6.99, 1.0)
     ]
     # 4 bytes of values, 4 of gradients and 8 of states an element, a quarter of what is sharded.
     assert levels == [0, 1, 1, 2, 2, 3, 3]
-    assert Plan.data_parallel(model, {"dp": 4}).zero == 0
-    assert Plan.data_parallel(model, {"dp": 1}, memory=1.0).zero == 0
+    assert Plan.data_parallel(model, {"dp": 4}).zero == Zero(0)
+    assert Plan.data_parallel(model, {"dp": 1}, memory=1.0).zero == Zero(0)
 
 
 def test_all_axes_share_the_batch():
-    plan = Plan.data_parallel(nn.Linear(2, 2), {"replica": 2, "rows": 4}, prefetch=2)
-    assert (plan.batch, plan.over, plan.prefetch) == ("replica:0, rows:0", "rows", 2)
+    plan = Plan.data_parallel(nn.Linear(2, 2), {"replica": 2, "rows": 4}, zero=1, prefetch=2)
+    assert plan.batch == "replica:0, rows:0"
+    assert plan.zero == Zero(1, over="rows", prefetch=2)

@@ -1,6 +1,6 @@
 """A plan is edited into another plan, which is stored and read back as one written by hand."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from vescale_dtensor import Partial, Replicate, Shard
-from vescale_parallel import Plan, PlanError
+from vescale_parallel import Invariant, Pipeline, Plan, PlanError, Zero
 from vescale_parallel._plan.toml import read_toml, toml_of
 
 BASE = Plan(
@@ -28,7 +28,7 @@ def layouts(plan: Plan) -> dict[str, str]:
 
 def test_a_plan_without_rules_replicates():
     assert dict(Plan().parameters) == {"*": "replicate"}
-    assert Plan(zero=3).zero == 3
+    assert Plan(zero=3).zero == Zero(3)
 
 
 def test_rules_of_the_later_plan_win_and_the_catch_all_stays_last():
@@ -53,9 +53,11 @@ def test_a_rule_that_both_have_is_the_later_one():
 
 
 OTHER_FIELDS = [
-    (Plan(zero=3), "zero", 3),
+    (Plan(zero=3), "zero", Zero(3)),
     (Plan(batch=None), "batch", None),
-    (Plan(prefetch=2), "prefetch", 2),
+    (Plan(zero=Zero(prefetch=2)), "zero", Zero(prefetch=2)),
+    (Plan(pipeline="zbv"), "pipeline", Pipeline("zbv")),
+    (Plan(deterministic="dp-invariant"), "deterministic", Invariant(8)),
     (Plan(axes=("tp",)), "axes", ("tp",)),
 ]
 
@@ -77,12 +79,67 @@ def test_a_merge_keeps_what_the_first_said_and_the_second_did_not():
 
 
 def test_with_replaces_fields():
-    assert BASE.with_(zero=1).zero == 1
-    assert BASE.zero == 0
-    with pytest.raises(TypeError, match="zerro"):
-        BASE.with_(zerro=1)
+    assert BASE.with_(zero=1).zero == Zero(1)
+    assert BASE.zero == Zero(0)
     with pytest.raises(PlanError, match="no level 9"):
         BASE.with_(zero=9)
+
+
+SAID = Plan(
+    zero=Zero({"embed*": 1, "*": 3}, over="replica", prefetch=2),
+    axes=("replica",),
+    pipeline=Pipeline("interleaved", stages="blocks.*", chunks=4),
+    deterministic=Invariant(4),
+)
+
+
+def test_fields_that_have_fields_are_merged_field_by_field():
+    later = Plan(zero=Zero(3, offload=True), pipeline=Pipeline("zbv"), deterministic=Invariant(2))
+    both = SAID | later
+    assert both.zero == Zero(3, over="replica", prefetch=2, offload=True)
+    assert both.pipeline == Pipeline("zbv", stages="blocks.*", chunks=4)
+    assert both.deterministic == Invariant(2)
+    # What is at its default is not said, and what one does not have the other gives.
+    assert SAID | Plan(zero=Zero(0, over="dp"), pipeline="1f1b") == SAID
+    assert Plan(axes=("replica",)) | SAID == SAID
+    assert (SAID | Plan(zero={"head*": 2})).zero == replace(SAID.zero, level={"head*": 2})
+
+
+def test_with_changes_what_is_named_and_nothing_beside_it():
+    assert SAID.with_(zero=2).zero == replace(SAID.zero, level=2)
+    assert SAID.with_(over="dp", block=4).zero == replace(SAID.zero, over="dp", block=4)
+    assert SAID.with_(pipeline="zbv", chunks=2).pipeline == Pipeline("zbv", stages="blocks.*")
+    assert SAID.with_(shards=1).deterministic == Invariant(1)
+    assert SAID.with_(zero=Zero(3), pipeline=Pipeline("zbv"), deterministic="dp-invariant") == Plan(
+        zero=3, axes=("replica",), pipeline="zbv", deterministic=Invariant(8)
+    )
+    assert SAID.with_(pipeline=None, deterministic=None).pipeline is None
+    # Of a plan that has none of it as well.
+    assert BASE.with_(stages="blocks.*", shards=2) == BASE.with_(
+        pipeline=Pipeline(stages="blocks.*"), deterministic=Invariant(2)
+    )
+
+
+NO_FIELDS = [
+    ({"zerro": 1}, "no 'zerro'. Did you mean 'zero'"),
+    ({"prefech": 1}, "no 'prefech'. Did you mean 'zero.prefetch'"),
+    ({"stage": "a"}, "no 'stage'. Did you mean 'pipeline.stages'"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), NO_FIELDS)
+def test_words_that_are_no_fields(words: dict[str, Any], message: str):
+    with pytest.raises(PlanError, match=message):
+        BASE.with_(**words)
+
+
+def test_a_mapping_is_no_pipeline_and_no_shards_are_no_invariant():
+    with pytest.raises(PlanError, match=r"Pipeline\(schedule=..., .*Plan\(microbatches=n\)"):
+        Plan(pipeline={"schedule": "1f1b"})
+    with pytest.raises(PlanError, match=r"deterministic\.shards=0"):
+        Plan(deterministic=Invariant(0))
+    with pytest.raises(PlanError, match=r"deterministic=True: Invariant\(shards=8\)"):
+        Plan(deterministic=True)
 
 
 @pytest.mark.parametrize("placement", [0, Shard(0), "Shard(0)", "Shard(dim=0)", "S(0)"], ids=str)
@@ -138,31 +195,38 @@ def by_glob(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.dictionaries(GLOBS, values, min_size=1, max_size=3)
 
 
+LEVELS = st.integers(0, 3) | by_glob(st.integers(0, 3))
+MANY = GLOBS | st.lists(GLOBS, min_size=1, max_size=2)
+ZERO: dict[str, st.SearchStrategy[Any]] = {
+    "over": st.sampled_from(["dp", "shard"]),
+    "units": MANY,
+    "prefetch": st.integers(0, 3),
+    "reduce_ahead": st.integers(0, 3),
+    "offload": st.sampled_from([True, False, "optimizer"])
+    | by_glob(st.sampled_from([True, False, "optimizer", "parameters", "none"])),
+    "owned": MANY,
+    "block": st.integers(1, 512) | st.tuples(st.integers(1, 64), st.integers(1, 64)),
+}
+SCHEDULES = st.sampled_from(["1f1b", "gpipe", "auto"])
+PIPELINE: dict[str, st.SearchStrategy[Any]] = {
+    "stages": st.none() | MANY,
+    "chunks": st.integers(1, 4),
+    "memory": st.none() | st.integers(1, 1 << 40),
+    "everywhere": st.none() | MANY,
+}
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "parameters": by_glob(LAYOUTS),
     "activations": by_glob(st.builds("{} -> {}".format, SIDES, SIDES)),
     "batch": st.sampled_from([None, "dp:0", "dp:0, cp:1"]),
     "batch_is": st.sampled_from(["global", "local"]),
     "axes": st.just(("dp", "shard", "tp", "cp", "ep")),
-    "zero": st.integers(0, 3) | by_glob(st.integers(0, 3)),
-    "over": st.sampled_from(["dp", "shard"]),
-    "units": GLOBS | st.lists(GLOBS, min_size=1, max_size=2).map(tuple),
-    "prefetch": st.integers(0, 3),
-    "behind": st.integers(0, 3),
+    "zero": LEVELS | st.builds(Zero, LEVELS, **ZERO),
     "precision": DTYPES | by_glob(DTYPES),
-    "offload": st.sampled_from([True, False, "optimizer"])
-    | by_glob(st.sampled_from([True, False, "optimizer", "parameters", "none"])),
-    "owned": GLOBS | st.lists(GLOBS, min_size=1, max_size=2).map(tuple),
-    "block": st.integers(1, 512) | st.tuples(st.integers(1, 64), st.integers(1, 64)),
     "checkpoint": st.sampled_from(["full", "24GB", 2])
     | by_glob(st.sampled_from(["full", "save: matmul", "none"])),
-    "deterministic": st.just("dp-invariant"),
-    "shards": st.integers(1, 9),
+    "deterministic": st.just("dp-invariant") | st.builds(Invariant, st.integers(1, 9)),
     "microbatches": st.integers(1, 8),
-    "pipeline": st.fixed_dictionaries(
-        {"schedule": st.sampled_from(["1f1b", "gpipe"]), "microbatches": st.integers(1, 8)},
-        optional={"stages": st.none() | GLOBS | st.lists(GLOBS, min_size=2, max_size=2)},
-    ),
+    "pipeline": SCHEDULES | st.builds(Pipeline, SCHEDULES, **PIPELINE),
     "experts": st.sampled_from(["ep", "dp, ep"]) | by_glob(st.just("ep")),
     "local_rows": st.none() | GLOBS | st.lists(GLOBS, min_size=1, max_size=2),
     "sequence": st.sampled_from(["ring", "ulysses", "gather", "auto"]),
@@ -171,6 +235,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 def test_the_fuzz_knows_every_field():
     assert set(FIELDS) == {one.name for one in fields(Plan)}
+    assert {"level", *ZERO} == {one.name for one in fields(Zero)}
+    assert {"schedule", *PIPELINE} == {one.name for one in fields(Pipeline)}
 
 
 @settings(max_examples=150, deadline=None)
@@ -186,6 +252,8 @@ def test_any_plan_is_stored_and_read(said: dict[str, Any]):
             mine, its = (getattr(one, name) for one in (plan, again))
             # The order of rules decides, and dicts are equal in any order.
             assert list(its) == list(mine) if isinstance(mine, dict) else its == mine
+        mine, its = (one.zero.level for one in (plan, again))
+        assert not isinstance(mine, dict) or list(its) == list(mine)
 
 
 def test_toml_by_hand():
@@ -200,6 +268,26 @@ def test_toml_by_hand():
     assert plan == Plan(parameters={"*.up.weight": "tp:0", "*": "replicate"}, zero=3)
 
 
+def test_toml_nests_as_plans_do():
+    text = """
+    pipeline = "zbv"
+    deterministic = { shards = 4 }
+    [parameters]
+    [zero]
+    over = "replica"
+    units = ["blocks.*", "head"]
+    [zero.level]
+    "embed*" = 1
+    "*" = 3
+    """
+    zero = Zero({"embed*": 1, "*": 3}, over="replica", units=("blocks.*", "head"))
+    plan = Plan(parameters={}, zero=zero, pipeline="zbv", deterministic=Invariant(4))
+    assert Plan.from_toml(text) == plan
+    written = plan.to_toml()
+    assert "[zero]" in written
+    assert "owned" not in written
+
+
 def test_toml_leaves_out_what_need_not_be_said_and_nests():
     assert "units" not in BASE.to_toml()
     content = {"batch": None, "p": {"*.a": {"x": "y", "n": [1, 2]}, "z": {}}}
@@ -210,6 +298,11 @@ NO_PLANS = [
     ("[", "cannot be read"),
     ("zero = 3", "an object with the keys"),
     ("zerro = 3\n[parameters]", "Did you mean 'zero'?"),
+    ("prefetch = 3\n[parameters]", "that is a field of zero, 'zero.prefetch'"),
+    ("zero = { prefech = 1 }\n[parameters]", "no 'zero.prefech'. Did you mean 'prefetch'?"),
+    ('zero = { "*" = 1 }\n[parameters]', "Levels by glob stand under 'zero.level'"),
+    ("pipeline = { microbatches = 2 }\n[parameters]", "no 'pipeline.microbatches'"),
+    ("deterministic = { shards = 0 }\n[parameters]", "deterministic.shards=0"),
     ('[parameters]\n"*" = "tp"', "'tp'"),
     ('[parameters]\n"*" = 0', "a layout is a string"),
 ]

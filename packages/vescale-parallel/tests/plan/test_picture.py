@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from vescale_comm import simulate
-from vescale_parallel import Plan, PlanError, mesh, parallelize
+from vescale_parallel import Plan, PlanError, Zero, mesh, parallelize
 from vescale_parallel._notation.layout import parse_layout
 from vescale_parallel._notation.segments import segments_of
 
@@ -85,7 +85,7 @@ def test_more_shards_than_can_be_told_apart():
 
 
 def test_what_zero_stores_on_each_rank():
-    plan = Plan(zero=3, units="*", parameters={"*": "replicate"})
+    plan = Plan(zero=Zero(3, units="*"), parameters={"*": "replicate"})
     whole = nn.Linear(32, 32, bias=False)
     (cells,) = panels(plan, nn.ModuleList([whole]), {"dp": 4}).values()
     assert cells == ["every rank: [0:32, 0:32]", *(f"dp={at}: 25.0%" for at in range(4))]
@@ -93,7 +93,7 @@ def test_what_zero_stores_on_each_rank():
 
 def test_stages_hold_their_own():
     blocks = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)))
-    plan = Plan(pipeline={"schedule": "1f1b", "microbatches": 2})
+    plan = Plan(pipeline="1f1b", microbatches=2)
     assert panels(plan, blocks, {"pp": 2}) == {
         "0.weight and 1 like it": ["pp=0: [0:3, 0:3]"],
         "2.weight and 1 like it": ["pp=1: [0:3, 0:3]"],

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
-from vescale_parallel import Plan, PlanError
+from vescale_parallel import Pipeline, Plan, PlanError, Zero
 from vescale_parallel.train.model import Decoder, ModelConfig
 
 MESH = {"dp": 2, "tp": 2}
@@ -65,7 +65,7 @@ def test_a_decoder_of_ones_own():
 
 def test_sequence_parallel_rules():
     plan = Plan.for_decoder(Decoder(CONFIG), sequence_parallel=True, zero=3)
-    assert plan.zero == 3
+    assert plan.zero == Zero(3)
     assert dict(plan.activations) == {
         "embed": "-> tp:1",
         "*.{attention,mlp}": "tp:full ->",
@@ -157,11 +157,10 @@ def test_stages_are_the_declared_blocks():
         model_type="toy",
         base_model_pp_plan={"tokens": (["ids"], ["x"]), "blocks": (["x"], ["x"]), "gone": ([], [])},
     )
-    said = {"microbatches": 4}
-    assert Plan.from_hf(model, pipeline=said).pipeline == {"microbatches": 4, "stages": "blocks.*"}
-    own = {"stages": "blocks.?"}
+    assert Plan.from_hf(model, pipeline="zbv").pipeline == Pipeline("zbv", stages="blocks.*")
+    own = Pipeline(stages="blocks.?")
     assert Plan.from_hf(model, pipeline=own).pipeline == own
-    assert Plan.from_hf(Declared(), pipeline=said).pipeline == said
+    assert Plan.from_hf(Declared(), pipeline="zbv").pipeline == Pipeline("zbv")
     assert Plan.from_hf(model).pipeline is None
 
 
@@ -236,5 +235,5 @@ def test_what_is_no_model(what: object):
 
 
 def test_unknown_fields_are_refused():
-    with pytest.raises(TypeError, match="zerro"):
+    with pytest.raises(PlanError, match=r"no 'zerro'\. Did you mean 'zero'"):
         Plan.for_decoder(Model(), zerro=3)

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
-from vescale_parallel import ParallelError, PipelineError, Plan, forward_backward, parallelize
+from vescale_parallel import (
+    Invariant,
+    ParallelError,
+    Pipeline,
+    PipelineError,
+    Plan,
+    forward_backward,
+    parallelize,
+)
 from vescale_parallel import mesh as make_mesh
 
 WAYS = ["in place", ".data", "batch norm", "replaced"]
@@ -53,7 +61,7 @@ class Writes(nn.Module):
 def test_logical_shards_refuse_writes(way: str):
     torch.manual_seed(0)
     model = nn.Sequential(Writes(way, 3))
-    plan = Plan(deterministic="dp-invariant", shards=4)
+    plan = Plan(deterministic=Invariant(4))
     parallelize(model, make_mesh(device_type="cpu", dp=2), plan)
     call = {"loss": (F.mse_loss, torch.ones(8, 3))}
     if way == "none":  # with a NaN in a buffer
@@ -68,7 +76,7 @@ def test_logical_shards_refuse_writes(way: str):
 def test_what_a_forward_counts_is_counted_once_a_call(kind: str):
     """Its numbers depend on how often it ran, which shards and recomputations do more often."""
     plans = {
-        "invariant": Plan(deterministic="dp-invariant", shards=4),
+        "invariant": Plan(deterministic=Invariant(4)),
         "checkpoint": Plan(checkpoint="full"),
         "zero": Plan(zero=3),
     }
@@ -128,7 +136,7 @@ def test_stages_write_what_one_device_writes(way: str):
 
     def on_a_rank(rank: int, world_size: int) -> None:
         model = build()
-        plan = Plan(pipeline={"stages": "?", "schedule": "1f1b", "microbatches": 2})
+        plan = Plan(pipeline=Pipeline(stages="?"), microbatches=2)
         parallelize(model, make_mesh(device_type="cpu", pp=2), plan)
         for one in expected:
             loss = forward_backward(model, rows, loss=(F.mse_loss, targets))
@@ -183,7 +191,7 @@ def gradients(model: nn.Module) -> list[Any]:
 def test_logical_shards_draw_the_same_on_any_number_of_ranks(kind: str):
     def on_a_rank(rank: int, world_size: int) -> Any:
         model = model_of(kind)
-        plan = Plan(deterministic="dp-invariant", shards=4)
+        plan = Plan(deterministic=Invariant(4))
         parallelize(model, make_mesh(device_type="cpu", dp=world_size), plan)
         # Nobody has to seed these alike.
         random.seed(rank)
@@ -230,7 +238,7 @@ def test_stages_refuse_generators_that_they_do_not_know(kind: str):
     def on_a_rank(rank: int, world_size: int) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(Draws("none"), Draws(kind))
-        plan = Plan(pipeline={"stages": "?", "schedule": "1f1b", "microbatches": 2})
+        plan = Plan(pipeline=Pipeline(stages="?"), microbatches=2)
         parallelize(model, make_mesh(device_type="cpu", pp=2), plan)
         before = states(model)
         call = (model, torch.ones(4, 3)), {"loss": (nn.functional.mse_loss, torch.ones(4, 3))}

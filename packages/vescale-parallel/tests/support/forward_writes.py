@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
 from vescale_dtensor import DTensor
-from vescale_parallel import Plan, forward_backward, parallelize
+from vescale_parallel import Pipeline, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 
 FILE = Path(__file__).resolve().parents[2] / "WRITES.md"
@@ -193,7 +193,7 @@ def parallelized(name: str, way: str, zero: int, **words: Any) -> Any:
     sizes = {"dp": 2}
     if way == "staged":
         sizes = {"pp": 2, "dp": 2}
-        words["pipeline"] = {"stages": "blocks.*", "microbatches": 2, "schedule": "1f1b"}
+        words |= {"pipeline": Pipeline(stages="blocks.*"), "microbatches": 2}
     axes = ("pp", "dp")
     plan = Plan(batch="dp:0", axes=axes, zero=zero, **words)
     mesh = make_mesh(device_type="cpu", **sizes)

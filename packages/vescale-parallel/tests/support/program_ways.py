@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from vescale_dtensor.state_dict import pickled
-from vescale_parallel import PipelineError, Plan, deferred, forward_backward, parallelize
+from vescale_parallel import Pipeline, PipelineError, Plan, deferred, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 
 ROWS = 8
@@ -59,16 +59,16 @@ _TP = {
     "blocks.*.bias": "tp:0",
     "*": "replicate",
 }
-_STAGES: dict[str, Any] = {"stages": "blocks.*", "schedule": "1f1b", "microbatches": 2}
+_STAGES: dict[str, Any] = {"pipeline": Pipeline(stages="blocks.*"), "microbatches": 2}
 _DP: dict[str, Any] = {"batch": "dp:0", "axes": ("dp",)}
 
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     **{f"zero{zero}": ({"dp": 2}, {**_DP, "zero": zero}) for zero in range(4)},
     "tp": ({"tp": 2}, {"parameters": _TP, "batch": None, "axes": ("tp",)}),
-    "pp": ({"pp": 2}, {"pipeline": _STAGES, "batch": None, "axes": ("pp",)}),
+    "pp": ({"pp": 2}, {**_STAGES, "batch": None, "axes": ("pp",)}),
     "pp zero3": (
         {"pp": 2, "dp": 2},
-        {"pipeline": _STAGES, "batch": "dp:0", "zero": 3, "axes": ("pp", "dp")},
+        {**_STAGES, "batch": "dp:0", "zero": 3, "axes": ("pp", "dp")},
     ),
 }
 """By name: sizes of a mesh, and the words of a plan."""

@@ -103,14 +103,13 @@ def failures_of(call: Callable[[], object]) -> str:
 
 
 def staged(model: nn.Module, sizes: dict[str, int], **words: Any) -> Any:
-    """The model in stages over a mesh of these sizes; `words` are the plan's of its pipeline."""
-    return parallelize(model, make_mesh(device_type="cpu", **sizes), Plan(pipeline=words))
+    """The model in stages over a mesh of these sizes; `words` are those of `Plan.with_`."""
+    how = Plan(pipeline="1f1b").with_(**words)
+    return parallelize(model, make_mesh(device_type="cpu", **sizes), how)
 
 
 def plan(schedule: str, parts: int, **fields: Any) -> Plan:
-    return Plan(
-        parameters=PARAMETERS, pipeline={"schedule": schedule, "microbatches": parts}, **fields
-    )
+    return Plan(parameters=PARAMETERS, pipeline=schedule, microbatches=parts).with_(**fields)
 
 
 def train(

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from vescale_dtensor import DTensor
 from vescale_parallel import Plan, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.schedule import Schedule, zero_schedule_of
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -87,7 +87,7 @@ SEQUENCE_PARALLEL = {"embed": "-> tp:1", "blocks.*.mlp": "tp:full -> tp:1", "hea
 
 
 def plan_for(sizes: Mapping[str, int], zero: Any = 3, **words: Any) -> Plan:
-    """The decoder's plan on a mesh of these sizes."""
+    """The decoder's plan on a mesh of these sizes; `words` are those of `Plan.with_`."""
     batch = "replica:0, dp:0" if "replica" in sizes else "dp:0"
     known: dict[str, Any] = {
         "parameters": PARAMETERS,
@@ -96,7 +96,7 @@ def plan_for(sizes: Mapping[str, int], zero: Any = 3, **words: Any) -> Plan:
         "axes": ("replica", "dp", "tp"),
         "zero": zero,
     }
-    return Plan(**(known | words))
+    return Plan(**known).with_(**words)
 
 
 def make(seed: int = 0, **options: Any) -> Decoder:
@@ -211,7 +211,9 @@ def train_alike(models: Any, step: Callable[[Any, int], Any], steps: int = 4) ->
 
 def schedule_of(model: nn.Module) -> Schedule:
     """The schedule of a parallelised model."""
-    return getattr(model, SCHEDULE)
+    schedule = zero_schedule_of(model)
+    assert schedule is not None
+    return schedule
 
 
 def train_scaled(

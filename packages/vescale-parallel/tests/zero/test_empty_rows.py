@@ -12,7 +12,7 @@ from torch import nn
 from vescale_comm import simulate
 from vescale_dtensor import DTensor
 from vescale_parallel import Plan, mesh, parallelize
-from vescale_parallel._zero.schedule import SCHEDULE
+from vescale_parallel._zero.schedule import zero_schedule_of
 
 WIDTH = 4
 
@@ -110,7 +110,7 @@ def trained(name, rows, losses, plan=None):
     x = torch.randn(rows, WIDTH, 3, dtype=torch.float64)
     if plan is not None:
         parallelize(model, mesh(dp=4, device_type="cpu"), plan)
-        log = getattr(model, SCHEDULE).log
+        log = zero_schedule_of(model).log
         record = log.record
         log.record = lambda what: (events.append(what), record(what))[1]
     found = []

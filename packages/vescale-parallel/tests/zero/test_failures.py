@@ -238,7 +238,7 @@ def test_ranks_that_gather_in_another_order_later_are_told(sizes: Any, order: An
     for one in found:
         assert isinstance(one, Failed), one
         assert one.type_name == "CommMismatchError", one
-        assert "the ranks have drifted apart" in one.message
+        assert "the ranks have diverged" in one.message
         # Where the difference flows into something else that is compared, that may tell first.
         assert "gathers unit 'layers." in one.message or order == [0, 1] or len(sizes) > 1
 

@@ -7,21 +7,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from vescale_parallel import Plan, PlanError
-from vescale_parallel._zero.flat_plan import FlatPlan, Wanted, plan_flat
+from vescale_parallel import Plan, PlanError, Zero
+from vescale_parallel._zero.flat_plan import FlatPlan, SlotRequest, plan_flat
 from vescale_parallel._zero.units import unit_names, unit_of
 
 
 @st.composite
-def wanted(draw: st.DrawFn) -> Wanted:
+def wanted(draw: st.DrawFn) -> SlotRequest:
     rows, columns = draw(st.integers(0, 9)), draw(st.integers(1, 7))
     granule = draw(st.sampled_from([1, columns, max(1, rows * columns)]))
-    return Wanted((f"p{draw(st.integers())}",), (rows, columns), granule)
+    return SlotRequest((f"p{draw(st.integers())}",), (rows, columns), granule)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(wanted(), max_size=6), st.integers(1, 9), st.sampled_from([1, 4, 8]))
-def test_every_element_has_one_owner(tensors: list[Wanted], shards: int, alignment: int):
+def test_every_element_has_one_owner(tensors: list[SlotRequest], shards: int, alignment: int):
     plan = plan_flat(tensors, shards, alignment)
     assert [(one.names, one.shape) for one in plan.slots] == [(t.names, t.shape) for t in tensors]
     assert all(one.offset % alignment == 0 for one in plan.slots)
@@ -41,14 +41,16 @@ def test_every_element_has_one_owner(tensors: list[Wanted], shards: int, alignme
 
 
 def test_without_granules_the_padding_is_that_of_alignment():
-    plan = plan_flat([Wanted(("a",), (33, 7)), Wanted(("b",), (5,)), Wanted(("c",), (1,))], 4)
+    plan = plan_flat(
+        [SlotRequest(("a",), (33, 7)), SlotRequest(("b",), (5,)), SlotRequest(("c",), (1,))], 4
+    )
     assert (plan.total, plan.padding) == (240, 3)
     assert plan.shares(0) == (60, 60, 60, 51)
     assert plan.shares(2) == (0, 0, 0, 1)
 
 
 def test_a_plan_is_a_table():
-    assert str(plan_flat([Wanted(("a", "b"), (3, 2))], 2)) == (
+    assert str(plan_flat([SlotRequest(("a", "b"), (3, 2))], 2)) == (
         "2 shards of 3 elements, 0 of padding\n"
         "slot   shape  offset  elements by rank\n"
         "-----  -----  ------  ----------------\n"
@@ -130,17 +132,17 @@ def test_without_the_axis_nothing_is_sharded():
         ({"zero": True}, "no level True"),
         ({"zero": {"*.weight": "3"}}, r"of '\*\.weight': there is no level '3'"),
         ({"zero": {3: 3}}, "a glob is a string, got 3"),
-        ({"zero": 1, "over": 0}, "over=0: name one mesh axis"),
-        ({"zero": 1, "units": ["{a"]}, "never closed"),
-        ({"zero": 1, "prefetch": -1}, "prefetch=-1"),
-        ({"zero": 1, "behind": True}, "behind=True"),
-        ({"zero": 1, "behind": "all"}, "behind='all': a number of units, 0 or more, or 'auto'"),
-        ({"zero": 1, "block": 0}, "block=0: a number of elements, 1 or more"),
-        ({"zero": 1, "block": (128,)}, r"block=\(128,\): a number of elements, 1 or more, or the"),
-        ({"zero": 1, "block": [4, "4"]}, "block='4': a number"),
-        ({"block": (4, 4)}, "zero=0 shards none"),
-        ({"zero": 1, "owned": (3,)}, "owned: a glob is a string, got 3"),
-        ({"owned": "*.weight"}, "zero=0 shards none"),
+        ({"zero": Zero(1, over=0)}, "over=0: name one mesh axis"),
+        ({"zero": Zero(1, units=["{a"])}, "never closed"),
+        ({"zero": Zero(1, prefetch=-1)}, "prefetch=-1"),
+        ({"zero": Zero(1, reduce_ahead=True)}, "reduce_ahead=True"),
+        ({"zero": Zero(1, reduce_ahead="all")}, "reduce_ahead='all': a number of units, 0"),
+        ({"zero": Zero(1, block=0)}, "block=0: a number of elements, 1 or more"),
+        ({"zero": Zero(1, block=(128,))}, r"block=\(128,\): a number of elements, 1 or"),
+        ({"zero": Zero(1, block=[4, "4"])}, "block='4': a number"),
+        ({"zero": Zero(block=(4, 4))}, "zero=0 shards none"),
+        ({"zero": Zero(1, owned=(3,))}, "owned: a glob is a string, got 3"),
+        ({"zero": Zero(owned="*.weight")}, "zero=0 shards none"),
         ({"precision": {"compte": "float32"}}, "no 'compte'. Did you mean 'compute'"),
         ({"precision": {"reduce": "bf16"}}, "no dtype 'bf16'"),
         ({"precision": {"reduce": torch.int8}}, "no dtype 'int8'"),
@@ -158,16 +160,16 @@ def test_words_that_cannot_be_read(words: dict[str, object], said: str):
     ("words", "said"),
     [
         ({"zero": {"embd.weight": 3}}, "matches no parameter. Nearest names: 'embed.weight"),
-        ({"zero": 3, "over": "pd"}, "over 'pd': no axis 'pd'. Did you mean"),
-        ({"zero": 3, "owned": "*.wight"}, "rule '\\*.wight' matches no parameter. Nearest"),
-        ({"zero": 3, "units": "block.*"}, "rule 'block.\\*' matches no module. Nearest"),
+        ({"zero": Zero(3, over="pd")}, "over 'pd': no axis 'pd'. Did you mean"),
+        ({"zero": Zero(3, owned="*.wight")}, "rule '\\*.wight' matches no parameter. Nearest"),
+        ({"zero": Zero(3, units="block.*")}, "rule 'block.\\*' matches no module. Nearest"),
         ({"zero": {"embed*": 1, "head*": 3}}, "one parameter, and zero rules 'embed\\*', 'head"),
         ({"precision": {"embd*": {}}}, "'embd\\*' matches no parameter or buffer. Nearest names"),
         (
             {"precision": {"embed*": {"compute": "bfloat16"}, "head*": {}}},
             "one parameter, and precision rules give it different dtypes",
         ),
-        ({"zero": 3, "over": "tp"}, "'tp:0'\\), and zero=3 would shard it over 'tp' again"),
+        ({"zero": Zero(3, over="tp")}, "'tp:0'\\), and zero=3 would shard it over 'tp' again"),
     ],
 )
 def test_words_that_do_not_fit_the_model(words: dict[str, object], said: str):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from vescale_comm import simulate, trace
 from vescale_dtensor import init_device_mesh
-from vescale_parallel import Plan, parallelize
-from vescale_parallel._zero.schedule import SCHEDULE
+from vescale_parallel import Plan, Zero, parallelize
+from vescale_parallel._zero.schedule import zero_schedule_of
 
 
 def stepped(rank: int, world_size: int, zero: int, collects: bool):
@@ -17,10 +17,10 @@ def stepped(rank: int, world_size: int, zero: int, collects: bool):
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "dp"))
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    parallelize(model, mesh, Plan(batch="replica:0, dp:0", zero=zero, over="dp"))
+    parallelize(model, mesh, Plan(batch="replica:0, dp:0", zero=Zero(zero, over="dp")))
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, 0.1)
-    schedule = getattr(model, SCHEDULE)
+    schedule = zero_schedule_of(model)
     with schedule.no_sync():
         model(torch.ones(4, 8)).sum().backward()
     alive = weakref.ref(schedule)

@@ -17,6 +17,7 @@ from vescale_parallel import (
     ParallelError,
     Plan,
     PlanError,
+    Zero,
     forward_backward,
     graph,
     parallelize,
@@ -90,8 +91,8 @@ def on_mesh(rank: int, world_size: int, sizes: dict[str, int], *args: Any) -> No
         ("stepped", DP, 3, {"offload": True}),
         ("stepped", ONE, 3, {"offload": True, "precision": HALF}),
         ("stepped", HSDP, {"embed*": 1, "*": 3}, {"offload": True, "owned": "*.down.weight"}),
-        ("accumulated", DP, 3, {"offload": "optimizer", "behind": 1}),
-        ("accumulated", DP_TP, 3, {"offload": True, "precision": HALF, "behind": 1}),
+        ("accumulated", DP, 3, {"offload": "optimizer", "reduce_ahead": 1}),
+        ("accumulated", DP_TP, 3, {"offload": True, "precision": HALF, "reduce_ahead": 1}),
         ("accumulated", DP, 1, {"offload": "optimizer", "precision": HALF}),
         ("scaled", DP, 2, {"offload": True}),
         ("scaled", DP_TP, 3, {"offload": True}),
@@ -203,12 +204,12 @@ def test_where_the_device_is_the_host_nothing_moves():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"offload": True}, "zero=0 stores none"),
-        ({"zero": 3, "offload": "optimiser"}, "no 'optimiser'. Did you mean 'optimizer'"),
-        ({"zero": 3, "offload": 1}, "there is no 1"),
-        ({"zero": 3, "offload": {"a": "x"}}, "there is no 'x'"),
-        ({"zero": 3, "offload": {"{a": True}}, "never closed"),
-        ({"zero": 3, "offload": {3: True}}, "a glob is a string, got 3"),
+        ({"zero": Zero(offload=True)}, "zero=0 stores none"),
+        ({"zero": Zero(3, offload="optimiser")}, "no 'optimiser'. Did you mean 'optimizer'"),
+        ({"zero": Zero(3, offload=1)}, "there is no 1"),
+        ({"zero": Zero(3, offload={"a": "x"})}, "there is no 'x'"),
+        ({"zero": Zero(3, offload={"{a": True})}, "never closed"),
+        ({"zero": Zero(3, offload={3: True})}, "a glob is a string, got 3"),
     ],
 )
 def test_words_that_cannot_be_read(words: dict[str, Any], said: str):
@@ -219,13 +220,16 @@ def test_words_that_cannot_be_read(words: dict[str, Any], said: str):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"zero": 2, "offload": "parameters"}, "Say zero=3 for them, or offload='optimizer'"),
-        ({"zero": 3, "offload": {"embd*": True}}, "'embd\\*' matches no parameter. Nearest"),
+        ({"zero": Zero(2, offload="parameters")}, "Say level 3 for them, or offload='optimizer'"),
+        ({"zero": Zero(3, offload={"embd*": True})}, "'embd\\*' matches no parameter. Nearest"),
         (
-            {"zero": 3, "offload": {"embed*": True, "head*": "optimizer", "*": "none"}},
+            {"zero": Zero(3, offload={"embed*": True, "head*": "optimizer", "*": "none"})},
             "one parameter, and offload rules give it different words",
         ),
-        ({"zero": 3, "offload": True, "deterministic": "dp-invariant"}, "sums of logical shards"),
+        (
+            {"zero": Zero(3, offload=True), "deterministic": "dp-invariant"},
+            "sums of logical shards",
+        ),
     ],
 )
 def test_plans_that_do_not_fit(words: dict[str, Any], said: str):
@@ -238,8 +242,7 @@ def in_stages(sizes: dict[str, int], schedule: str, zero: int, words: Any) -> An
     torch.manual_seed(3)
     model = Decoder(tied=words.pop("tied", False), blocks=4)
     static = words.pop("static", False)
-    pipeline = {"schedule": schedule, "microbatches": 4}
-    how = Plan(parameters=PARAMETERS, pipeline=pipeline, zero=zero, **words)
+    how = Plan(parameters=PARAMETERS, pipeline=schedule, microbatches=4, zero=zero).with_(**words)
     torch.manual_seed(11)
     parallelize(model, make_mesh(device_type="cpu", **sizes), how, static=static)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -290,7 +293,7 @@ def test_what_every_stage_holds_stays_on_the_device():
     sizes = {"pp": 2, "dp": 2}
     torch.manual_seed(0)
     model = Decoder(tied=True, blocks=4)
-    report = Plan(zero=3, offload=True, pipeline={"microbatches": 2}).check(model, sizes)
+    report = Plan(zero=Zero(3, offload=True), pipeline="1f1b", microbatches=2).check(model, sizes)
     assert "what zero does not shard stays on the device: 'embed.weight'" in str(report)
     assert {row.name for row in report.parameters if not row.offload} >= {"embed.weight"}
 
@@ -316,7 +319,7 @@ def test_no_joint_graph_of_two_devices(links: list[CountingLink]):
 @pytest.mark.parametrize(
     ("zero", "words"),
     [
-        (3, {"offload": True, "behind": 1}),
+        (3, {"offload": True, "reduce_ahead": 1}),
         (3, {"offload": "optimizer", "precision": HALF}),
         (2, {"offload": True}),
         (1, {"offload": True, "precision": HALF}),

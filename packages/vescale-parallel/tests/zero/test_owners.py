@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from vescale_comm import simulate, trace
 from vescale_comm.testing import run
 from vescale_dtensor import DTensor
-from vescale_parallel import ParallelError, Plan, forward_backward, parallelize
+from vescale_parallel import ParallelError, Plan, Zero, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._zero.flat_plan import Wanted
+from vescale_parallel._zero.flat_plan import SlotRequest
 from vescale_parallel._zero.owners import balanced_owners, plan_owned, step_cost
 from zero_models import adamw, batch, distributed, make, require_same_values, train, whole
 
@@ -35,7 +35,7 @@ def test_owners_are_balanced_by_cost(shapes: list[tuple[int, ...]], ranks: int):
 @settings(deadline=None, max_examples=60)
 @given(SHAPES, st.integers(1, 6), st.sampled_from([1, 4, 8]))
 def test_each_owner_has_the_whole_tensor(shapes: list[tuple[int, ...]], ranks: int, alignment: int):
-    wanted = [Wanted((f"p{index}",), shape) for index, shape in enumerate(shapes)]
+    wanted = [SlotRequest((f"p{index}",), shape) for index, shape in enumerate(shapes)]
     owners = balanced_owners(shapes, ranks)
     plan = plan_owned(wanted, owners, ranks, alignment)
     by_name = {one.names: owner for one, owner in zip(wanted, owners, strict=True)}
@@ -83,7 +83,7 @@ def owners(rank: int, world_size: int, sizes: dict[str, int], zero: int) -> None
     expected, found = train(plain, 3), train(model, 3)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     require_same_values(model, plain, rtol=1e-4, atol=2e-5)
-    report = Plan(parameters={"*": "replicate"}, zero=zero, owned=MATRICES).check(
+    report = Plan(parameters={"*": "replicate"}, zero=Zero(zero, owned=MATRICES)).check(
         make(), {"dp": world_size}
     )
     costs = [0] * world_size
@@ -198,7 +198,7 @@ def test_gradients_that_come_within_the_step_are_refused():
 
 
 def test_explain_tells_owners_and_the_rank_with_most():
-    plan = Plan(parameters={"*": "replicate"}, zero=3, owned="blocks.*.weight")
+    plan = Plan(parameters={"*": "replicate"}, zero=Zero(3, owned="blocks.*.weight"))
     report = plan.check(make(), {"dp": 4})
     assert "parameters, each on one rank" in str(report)
     by_rank = [sum(row.stored_on(rank) for row in report.buffers) for rank in range(4)]
@@ -209,7 +209,7 @@ def test_explain_tells_owners_and_the_rank_with_most():
 
 def muon_in_stages(rank: int, world_size: int, zero: Any) -> None:
     model: Any = make(blocks=4, tied=False)
-    plan = Plan(zero=zero, pipeline={"microbatches": 2})
+    plan = Plan(zero=zero, pipeline="1f1b", microbatches=2)
     parallelize(model, make_mesh(device_type="cpu", pp=2, dp=2), plan)
     optimizer = muon([p for p in model.parameters() if p.ndim == 2])
     forward_backward(model, *batch(0))

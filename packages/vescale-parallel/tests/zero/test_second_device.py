@@ -17,7 +17,7 @@ from ports import free_port
 
 MODES: list[tuple[int, dict[str, Any]]] = [
     (3, {"offload": True}),
-    (3, {"offload": "optimizer", "behind": 1}),
+    (3, {"offload": "optimizer", "reduce_ahead": 1}),
     (2, {"offload": True}),
     (1, {"offload": True}),
     (3, {"offload": {"*.up.*": "optimizer", "*": True}, "checkpoint": "full"}),
@@ -85,12 +85,12 @@ def in_stages(mesh: Any) -> None:
     ):
         models = []
         for word in (offload, None):
-            pipeline = {"schedule": schedule, "microbatches": 2}
             level = zero if word else 0  # one rank has shards with offload only
             model = offload_runs.built(
                 mesh,
                 level,
-                pipeline=pipeline,
+                pipeline=schedule,
+                microbatches=2,
                 offload=word,
                 activations={},
                 axes=("pp", "dp", "tp"),

@@ -8,7 +8,7 @@ import torch
 from program_ways import LAYOUTS, Tower, adam, batch, make, values
 from torch import Tensor, nn
 from vescale_comm import simulate
-from vescale_parallel import Plan, parallelize, through_forward
+from vescale_parallel import Plan, Zero, parallelize, through_forward
 from vescale_parallel import mesh as make_mesh
 
 
@@ -75,7 +75,7 @@ def written_ahead(rank: int, world_size: int, zero: int, how: str) -> list[float
     found = []
     plain = Ahead()
     model = copy.deepcopy(plain)
-    plan = Plan(zero=zero, units=["a", "b"], prefetch=1)
+    plan = Plan(zero=Zero(zero, units=["a", "b"], prefetch=1))
     parallelize(model, make_mesh(device_type="cpu", dp=world_size), plan)
     for one in (plain, model):
         optimizer = torch.optim.SGD(one.b.parameters(), lr=0.5)

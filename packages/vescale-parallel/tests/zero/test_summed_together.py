@@ -1,6 +1,6 @@
 """Gradients of small units are reduced by one collective, with the bits of those by themselves.
 
-Left open (`behind="auto"`), beside a plan that says of how many units gradients are under way.
+Left open (`reduce_ahead="auto"`), beside a plan that says of how many units they are under way.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from vescale_comm import simulate, trace
 from vescale_comm.testing import run
 from vescale_parallel import captured_units, no_sync, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._zero import together
+from vescale_parallel._zero import joint_gathers
 from zero_models import batch, distributed, make, plan_for, schedule_of, train_alike
 
 DP, BLOCKS = {"dp": 4}, 3
@@ -27,7 +27,7 @@ def backward(model: nn.Module, seed: int) -> int:
 
 
 def trained(rank: int, world_size: int, zero: Any, words: dict[str, Any], sent: int) -> None:
-    models = [distributed(make(), DP, zero, behind=n, **words) for n in (BLOCKS, "auto")]
+    models = [distributed(make(), DP, zero, reduce_ahead=n, **words) for n in (BLOCKS, "auto")]
 
     def step(model: nn.Module, seed: int) -> int:
         found = backward(model, seed)
@@ -58,18 +58,18 @@ def test_the_bits_of_one_by_one(zero: int, words: dict[str, Any]):
 def test_no_more_than_the_bound_are_reduced_together(monkeypatch: pytest.MonkeyPatch):
     root, block, *_ = [one.packed_bytes for one in plan_for(DP).check(make(), DP).buffers]
     # Two blocks, then the third with the root, which takes less than a block.
-    monkeypatch.setattr(together, "TOGETHER_BYTES", 2 * block)
+    monkeypatch.setattr(joint_gathers, "TOGETHER_BYTES", 2 * block)
     assert root <= block
     simulate(4)(trained, 3, {"prefetch": 1}, 2)
     # No two of them: as by themselves.
-    monkeypatch.setattr(together, "TOGETHER_BYTES", block)
+    monkeypatch.setattr(joint_gathers, "TOGETHER_BYTES", block)
     simulate(4)(trained, 3, {"prefetch": 1}, BLOCKS + 1)
 
 
 def asked(rank: int, world_size: int, behind: int) -> None:
     """Totals are asked for while further units come: of few units gradients are on their way."""
-    models = [distributed(make(), DP, 3, behind=n) for n in (behind, "auto")]
-    schedule_of(models[1]).behind = behind  # as beside a unit that is as large as all may be
+    models = [distributed(make(), DP, 3, reduce_ahead=n) for n in (behind, "auto")]
+    schedule_of(models[1]).reduce_ahead = behind  # as beside a unit that is as large as all may be
 
     def step(model: nn.Module, seed: int) -> None:
         with no_sync(model):
@@ -86,7 +86,7 @@ def test_what_was_asked_for_takes_nothing_along(behind: int):
 
 def unlike(rank: int, world_size: int) -> None:
     """Frozen units, and units that a step does not reach, have nothing to send."""
-    models = [distributed(make(), DP, 3, behind=n) for n in (BLOCKS, "auto")]
+    models = [distributed(make(), DP, 3, reduce_ahead=n) for n in (BLOCKS, "auto")]
     kinds = [(1, None), (0, None), (2, 1), (None, 2), (None, 0)]
 
     def step(model: nn.Module, seed: int) -> None:
@@ -110,7 +110,7 @@ def test_units_without_gradients():
 def static(rank: int, world_size: int) -> None:
     mesh = make_mesh(device_type="cpu", **DP)
     models = [
-        parallelize(make(), mesh, plan_for(DP, 3, behind=n), static=n == "auto")
+        parallelize(make(), mesh, plan_for(DP, 3, reduce_ahead=n), static=n == "auto")
         for n in (BLOCKS, "auto")
     ]
 

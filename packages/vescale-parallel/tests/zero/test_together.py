@@ -13,7 +13,7 @@ from vescale_comm import simulate, trace
 from vescale_comm.testing import run
 from vescale_parallel import captured_units, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._zero import together
+from vescale_parallel._zero import joint_gathers
 from zero_models import (
     batch,
     distributed,
@@ -75,7 +75,7 @@ def test_the_bits_of_units_that_are_gathered_one_by_one(sizes: dict[str, int], z
     "words",
     [
         {"precision": {"compute": "bfloat16", "reduce": "float32"}},
-        {"behind": 0},
+        {"reduce_ahead": 0},
         {"checkpoint": "full"},
     ],
     ids=str,
@@ -94,7 +94,7 @@ def of_some(rank: int, world_size: int) -> None:
 def test_no_more_than_the_bound_are_gathered_together(monkeypatch: pytest.MonkeyPatch):
     root, block, *_ = [one.gathered_bytes for one in plan_for(DP).check(make(), DP).buffers]
     # The root and a block, then the two others: three are too many by a little.
-    monkeypatch.setattr(together, "TOGETHER_BYTES", 2 * block + 4)
+    monkeypatch.setattr(joint_gathers, "TOGETHER_BYTES", 2 * block + 4)
     assert root + block <= 2 * block + 4 < root + 2 * block
     simulate(4)(of_some)
 

@@ -13,25 +13,30 @@ Which call is yours:
 Every rank begins with the same seed, and calls each op in the same order, also where it holds
 nothing: then all generators stay where one device's is.
 
-All public names are here. The longer lists are also grouped by module: `distributions`,
-`layouts`, `streams` (positions, states), `cuda`, `errors`, `init` (of parameters) and
-`torch_dtensor` (torch's own DTensor).
+What most programs need is here. `streams` has places in a generator's stream, `cuda` what only
+CUDA has, `init` the initialisers of parameters, and `torch_dtensor` is for torch's own DTensor.
 
-Reading guide, from below: `_errors`, `_arguments` (what each must be), `_policy`, `distributions`
+Reading guide, from below: `_errors`, `_arguments` (what each must be), `_policy`, `_distributions`
 and `_layout` (geometry) know no generator; `_cpu`, `_cuda` and `_portable` draw, each by its own
 map from places to numbers; `_draw` and `init` are the public functions on top of them, `_state` is
 about where generators stand, and `_torch_dtensor` connects all of it to torch's DTensor. Imports
 point down only. `_torch_versions` warns of a torch that was not tested.
 """
 
-from typing import Any
-
 from vescale_rng import _torch_versions as _torch_versions
-from vescale_rng import cuda, distributions, errors, init, layouts, streams, torch_dtensor
-from vescale_rng._cpu.generator_state import Position
-from vescale_rng._cpu.stream_ops import BernoulliOf, Dropout, Multinomial, RandPerm
-from vescale_rng._cuda.device import threads_of, use_threads
-from vescale_rng._cuda.generator_state import CudaPosition, GraphGenerator
+from vescale_rng import cuda, init, streams, torch_dtensor
+from vescale_rng._distributions import (
+    Bernoulli,
+    Cauchy,
+    Distribution,
+    Exponential,
+    Geometric,
+    LogNormal,
+    Normal,
+    RandInt,
+    Random,
+    Uniform,
+)
 from vescale_rng._draw.data_dependent import binomial, poisson, rrelu
 from vescale_rng._draw.dropout import dropout, native_dropout
 from vescale_rng._draw.dropout_family import alpha_dropout, feature_alpha_dropout, feature_dropout
@@ -48,7 +53,7 @@ from vescale_rng._draw.fill import fill_
 from vescale_rng._draw.native_ops import no_native_draws
 from vescale_rng._draw.probabilities import bernoulli, bernoulli_, normal
 from vescale_rng._draw.sampling import multinomial, randperm
-from vescale_rng._draw.truncated import trunc_normal_
+from vescale_rng._draw.truncated_normal import trunc_normal_
 from vescale_rng._errors import (
     DeviceError,
     DistributionError,
@@ -57,89 +62,59 @@ from vescale_rng._errors import (
     RngError,
     StateError,
 )
-from vescale_rng._layout.former_names import renamed as _renamed
 from vescale_rng._layout.layout import Box, BoxLike, LayoutLike, ShardLayout, as_layout, whole
 from vescale_rng._layout.of_tensor import layout_of_tensor
 from vescale_rng._layout.placements import layout_of, layout_of_slices
 from vescale_rng._policy import policy, use
 from vescale_rng._state.agreement import check_in_step
-from vescale_rng._state.fingerprint import fingerprint
 from vescale_rng._state.json_state import get_state, set_state
-from vescale_rng._state.positions import advance, at, draws, position, seek, skip
 from vescale_rng._version import __version__
-from vescale_rng.distributions import (
-    Bernoulli,
-    Cauchy,
-    Distribution,
-    Exponential,
-    Geometric,
-    LogNormal,
-    Normal,
-    RandInt,
-    Random,
-    Uniform,
-)
 
 __all__ = [
     "Bernoulli",
-    "BernoulliOf",
     "Box",
     "BoxLike",
     "Cauchy",
-    "CudaPosition",
     "DeviceError",
     "Distribution",
     "DistributionError",
-    "Dropout",
     "Exponential",
     "Geometric",
-    "GraphGenerator",
     "LayoutError",
     "LayoutLike",
     "LogNormal",
-    "Multinomial",
     "Normal",
     "PolicyError",
-    "Position",
     "RandInt",
-    "RandPerm",
     "Random",
     "RngError",
     "ShardLayout",
     "StateError",
     "Uniform",
     "__version__",
-    "advance",
     "alpha_dropout",
     "as_layout",
-    "at",
     "bernoulli",
     "bernoulli_",
     "binomial",
     "check_in_step",
     "cuda",
-    "distributions",
-    "draws",
     "dropout",
-    "errors",
     "feature_alpha_dropout",
     "feature_dropout",
     "fill_",
-    "fingerprint",
     "get_state",
     "gumbel_like",
     "init",
     "layout_of",
     "layout_of_slices",
     "layout_of_tensor",
-    "layouts",
     "multinomial",
     "native_dropout",
     "no_native_draws",
     "normal",
     "poisson",
     "policy",
-    "position",
     "rand",
     "rand_like",
     "randint",
@@ -148,18 +123,10 @@ __all__ = [
     "randn_like",
     "randperm",
     "rrelu",
-    "seek",
     "set_state",
-    "skip",
     "streams",
-    "threads_of",
     "torch_dtensor",
     "trunc_normal_",
     "use",
-    "use_threads",
     "whole",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    return _renamed(__name__, name)

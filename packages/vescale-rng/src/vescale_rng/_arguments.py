@@ -1,4 +1,4 @@
-"""What an argument must be, by its name: the same word means the same in every public function.
+"""Checks arguments by their names: a word means the same in every public function.
 
 `checked` refuses what is something else before anything is drawn, with the name of the argument
 and what it was. Values that only torch can judge (a negative deviation) are left to torch, whose
@@ -112,7 +112,7 @@ KINDS: dict[str, Kind] = {
 FLOATS, NUMBER, INTEGER, TRUTH, DTYPE, EACH = _FLOATS, _NUMBER, _INTEGER, _TRUTH, _DTYPE, _EACH
 
 
-def refused(name: str, kind: Kind, value: object) -> RngError:
+def argument_error(name: str, kind: Kind, value: object) -> RngError:
     """Return the error of an argument that is something else than it must be."""
     return kind.error(f"`{name}`: {kind.words} is needed: got {name}={_shown(value)}")
 
@@ -182,5 +182,5 @@ def _error(
     function: Callable[..., Any], others: Mapping[str, Kind | None], name: str, value: object
 ) -> RngError:
     kind = others.get(name) or KINDS[name]
-    error = refused(name, kind, value)
+    error = argument_error(name, kind, value)
     return type(error)(f"{function.__name__.lstrip('_')}: {error}")

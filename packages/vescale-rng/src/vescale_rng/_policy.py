@@ -1,4 +1,4 @@
-"""Which map from places to numbers is in force: a context variable, read when an op is called."""
+"""Holds the current policy, a context variable that is read when an op is called."""
 
 import threading
 from collections.abc import Iterator

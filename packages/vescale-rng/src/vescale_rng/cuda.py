@@ -1,6 +1,6 @@
 """CUDA only: places in a CUDA stream, CUDA graphs, and the threads that numbers depend on.
 
-The same names are in `vescale_rng`. `import vescale_rng.cuda` needs no CUDA.
+`import vescale_rng.cuda` needs no CUDA.
 """
 
 from vescale_rng._cuda.device import threads_of, use_threads

@@ -14,15 +14,15 @@ import torch
 from torch.nn import init as torch_init
 
 from vescale_rng._arguments import checked
+from vescale_rng._distributions import Distribution, Normal, Uniform
 from vescale_rng._draw.devices import check_device, cpu_generator
 from vescale_rng._draw.fill import fill_
-from vescale_rng._draw.truncated import trunc_normal_
+from vescale_rng._draw.truncated_normal import trunc_normal_
 from vescale_rng._errors import DistributionError
 from vescale_rng._layout.fill_plan import plan_for
 from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout, whole
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
 from vescale_rng._policy import policy
-from vescale_rng.distributions import Distribution, Normal, Uniform
 
 __all__ = [
     "kaiming_normal_",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["consistent"]
 
 
-class _Said(Enum):
+class _Absent(Enum):
     """Whether `data` was given: None is an answer, and not the absence of one."""
 
     NOTHING = "not said"
@@ -29,8 +29,8 @@ class _Said(Enum):
 @contextmanager
 def consistent(
     *,
-    data: "DeviceMesh | ProcessGroup | Sequence[DeviceMesh | ProcessGroup] | _Said | None" = (
-        _Said.NOTHING
+    data: "DeviceMesh | ProcessGroup | Sequence[DeviceMesh | ProcessGroup] | _Absent | None" = (
+        _Absent.NOTHING
     ),
     batch_dim: int | Callable[[tuple[int, ...]], int] = 0,
     rows: int | Sequence[int] | None = None,
@@ -98,7 +98,7 @@ def _block(data: Any, batch_dim: Any, rows: Any, factories: Any) -> AbstractCont
     # Only here: who does not use DTensor does not pay for its import.
     from vescale_rng._torch_dtensor import blocks
 
-    if isinstance(data, _Said):
+    if isinstance(data, _Absent):
         return blocks.unsaid()
     if data is None:
         return blocks.without_data()

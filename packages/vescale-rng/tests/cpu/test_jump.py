@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vescale_rng import RngError, advance, position, seek
+from vescale_rng import RngError
+from vescale_rng.streams import advance, position, seek
 
 BOUNDARIES = (1, 2, 623, 624, 625, 1247, 1248, 1249, 624 * 5, 10_000, 1_000_003)
 

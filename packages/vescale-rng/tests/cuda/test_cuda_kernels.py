@@ -21,7 +21,6 @@ from vescale_rng import (
     Bernoulli,
     Cauchy,
     Geometric,
-    GraphGenerator,
     LogNormal,
     Normal,
     RandInt,
@@ -40,6 +39,7 @@ from vescale_rng._cuda.recipes import recipe_of
 from vescale_rng._cuda.spans import spans_of
 from vescale_rng._cuda.thread_map import Segment
 from vescale_rng._layout.fill_plan import plan_for
+from vescale_rng.cuda import GraphGenerator
 
 pytestmark = [
     pytest.mark.kernels,

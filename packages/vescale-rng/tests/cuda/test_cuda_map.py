@@ -19,7 +19,7 @@ from vescale_rng._cuda.generator_state import CudaPosition
 from vescale_rng._cuda.recipes import recipe_of
 from vescale_rng._cuda.spans import DIMS, spans_of
 from vescale_rng._cuda.thread_map import increment, segments_of, threads_of_processors
-from vescale_rng.distributions import Distribution
+from vescale_rng._distributions import Distribution
 
 H100 = threads_of_processors(132, 2048)
 A100 = threads_of_processors(108, 2048)

@@ -10,30 +10,18 @@ from cuda_shards import global_draw
 from cuda_stand_in import StandInGenerator, stand_in
 from rng_pieces import Shard, boxes_of
 from vescale_rng import (
-    BernoulliOf,
-    CudaPosition,
     DeviceError,
     DistributionError,
-    Dropout,
-    GraphGenerator,
-    Multinomial,
     Normal,
     RngError,
     StateError,
     Uniform,
-    advance,
-    at,
     bernoulli_,
-    draws,
     dropout,
     fill_,
     layout_of,
     native_dropout,
-    position,
     randn,
-    seek,
-    skip,
-    use_threads,
 )
 from vescale_rng._cuda import bernoulli as cuda_bernoulli
 from vescale_rng._cuda import dropout_check, map_check
@@ -41,6 +29,18 @@ from vescale_rng._cuda.bernoulli import BernoulliRoutes
 from vescale_rng._cuda.dropout_check import DropoutRoutes
 from vescale_rng._cuda.dropout_map import scales, threshold
 from vescale_rng._cuda.map_check import Routes
+from vescale_rng.cuda import CudaPosition, GraphGenerator, use_threads
+from vescale_rng.streams import (
+    BernoulliOf,
+    Dropout,
+    Multinomial,
+    advance,
+    at,
+    draws,
+    position,
+    seek,
+    skip,
+)
 
 DEVICE = ModelDevice(256)
 START = CudaPosition(99, 400)

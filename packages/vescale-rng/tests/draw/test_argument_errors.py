@@ -30,7 +30,7 @@ CALLS = {
     "a list as local, alone": (lambda: rng.fill_([1.0], Normal()), "`local`"),
     "a number as generator": (lambda: rng.fill_(LOCAL, Normal(), LAYOUT, 3), "`generator`"),
     "p as text": (lambda: rng.dropout(LOCAL, "0.5", LAYOUT), "got p='0.5'"),
-    "a place of another kind": (lambda: rng.seek("start"), "`place`"),
+    "a place of another kind": (lambda: rng.streams.seek("start"), "`place`"),
     "one placement": (lambda: layout_of((6, 4), Shard(), (2,), (0,)), "`placements`"),
     "numbers as placements": (lambda: layout_of((6, 4), [0], (2,), (0,)), "`placements`: .*axis 0"),
     "tuples as placements": (lambda: layout_of((6, 4), [(0,)], (2,), (0,)), "`placements`"),
@@ -105,7 +105,7 @@ GOOD = {  # arguments that are right, of which the test below replaces one at a 
     "advance": {"words": 3, "generator": GENERATOR},
     "position": {"generator": GENERATOR},
     "fingerprint": {"generator": GENERATOR},
-    "seek": {"place": rng.position(GENERATOR), "generator": GENERATOR},
+    "seek": {"place": rng.streams.position(GENERATOR), "generator": GENERATOR},
     "draws": {
         "distribution": Normal(), "shape": (6, 4), "dtype": torch.float32,
         "memory_order": (0, 1), "cached": False, "device": "cpu",
@@ -153,7 +153,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("name", GOOD)
 def test_each_argument_of_each_function_is_refused_by_its_name(name):
-    function, good = getattr(rng, name), GOOD[name]
+    function, good = getattr(rng, name, None) or getattr(rng.streams, name), GOOD[name]
     function(**good)
     for argument in good:
         for kind, value in WRONG.items():
@@ -167,7 +167,8 @@ def test_each_argument_of_each_function_is_refused_by_its_name(name):
 def test_no_public_function_is_left_out():
     left = {"as_layout", "at", "check_in_step", "layout_of_tensor", "no_native_draws", "policy",
             "threads_of", "use", "use_threads"}  # fmt: skip
-    functions = {n for n in rng.__all__ if inspect.isfunction(getattr(rng, n))}
+    modules = (rng, rng.streams, rng.cuda)
+    functions = {n for m in modules for n in m.__all__ if inspect.isfunction(getattr(m, n))}
     assert functions - left <= set(GOOD)
     with pytest.raises(RngError, match="`name`: policy 3 was asked for"), rng.use(3):
         pass

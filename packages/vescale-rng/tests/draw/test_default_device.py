@@ -43,10 +43,15 @@ CASES: dict[str, Callable[[], Any]] = {
     "multinomial again and again": lambda: rng.multinomial(ones(4, 5), 2, True, layout=ROWS),
     "randperm": lambda: rng.randperm(40),
     "poisson": lambda: rng.poisson(ones(40), rng.whole((40,))),
-    "skip": lambda: rng.skip(rng.Normal(), (40,)),
+    "skip": lambda: rng.streams.skip(rng.Normal(), (40,)),
     "draws": lambda: [
-        rng.draws(op, (4, 5))
-        for op in (rng.Normal(), rng.RandPerm(), rng.BernoulliOf(), rng.Multinomial(2, True))
+        rng.streams.draws(op, (4, 5))
+        for op in (
+            rng.Normal(),
+            rng.streams.RandPerm(),
+            rng.streams.BernoulliOf(),
+            rng.streams.Multinomial(2, True),
+        )
     ],
 }
 

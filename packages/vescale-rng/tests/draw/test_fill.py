@@ -10,19 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rng_cases import cases, draws
 from rng_pieces import Shard, boxes_of, strided
-from vescale_rng import (
-    Bernoulli,
-    Exponential,
-    Geometric,
-    Normal,
-    fill_,
-    layout_of,
-    skip,
-    use,
-    whole,
-)
+from vescale_rng import Bernoulli, Exponential, Geometric, Normal, fill_, layout_of, use, whole
 from vescale_rng._cpu import stream
 from vescale_rng._layout import fill_plan, window_plan
+from vescale_rng.streams import skip
 
 
 def check(case, distribution, dtype, warmup):

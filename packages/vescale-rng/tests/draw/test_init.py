@@ -10,7 +10,7 @@ from rng_cases import Case, cases, check_every_rank
 from rng_pieces import Shard, strided
 from torch.nn import init as torch_init
 from vescale_rng import DistributionError, init, layout_of, trunc_normal_, whole
-from vescale_rng._draw import truncated
+from vescale_rng._draw import truncated_normal
 
 NAMES = (
     "uniform_", "normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
@@ -133,10 +133,10 @@ def another_torch(monkeypatch):
 
     def install(func):
         monkeypatch.setattr(torch_init, "trunc_normal_", func)
-        truncated._way.cache_clear()
+        truncated_normal._way.cache_clear()
 
     yield install
-    truncated._way.cache_clear()
+    truncated_normal._way.cache_clear()
 
 
 def test_the_way_of_an_older_torch_is_recognised(another_torch):

@@ -6,17 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rng_cases import cases, check_every_rank, cut
 from rng_pieces import FLOATS, strided
-from vescale_rng import (
-    BernoulliOf,
-    DistributionError,
-    LayoutError,
-    bernoulli,
-    bernoulli_,
-    draws,
-    normal,
-    position,
-    whole,
-)
+from vescale_rng import DistributionError, LayoutError, bernoulli, bernoulli_, normal, whole
+from vescale_rng.streams import BernoulliOf, draws, position
 
 OUTPUTS = (*FLOATS, torch.int64, torch.uint8, torch.bool)
 

@@ -9,18 +9,15 @@ from rng_pieces import Replicate, Shard, strided
 from vescale_rng import (
     DistributionError,
     LayoutError,
-    Multinomial,
-    RandPerm,
     binomial,
-    draws,
     layout_of,
     multinomial,
     poisson,
-    position,
     randperm,
     rrelu,
     whole,
 )
+from vescale_rng.streams import Multinomial, RandPerm, draws, position
 
 
 @st.composite

@@ -8,17 +8,8 @@ import pytest
 import torch
 from rng_pieces import Shard, boxes_of
 from torch.utils._python_dispatch import TorchDispatchMode
-from vescale_rng import (
-    Bernoulli,
-    LogNormal,
-    Normal,
-    Uniform,
-    advance,
-    draws,
-    fill_,
-    layout_of,
-    rand,
-)
+from vescale_rng import Bernoulli, LogNormal, Normal, Uniform, fill_, layout_of, rand
+from vescale_rng.streams import advance, draws
 
 MEGABYTE = 1 << 20
 

@@ -25,7 +25,6 @@ from vescale_rng import (
     RandInt,
     Uniform,
     _portable,
-    advance,
     dropout,
     fill_,
     layout_of,
@@ -33,12 +32,12 @@ from vescale_rng import (
     policy,
     rand,
     randn,
-    skip,
     use,
     whole,
 )
-from vescale_rng import draws as words_of
 from vescale_rng._portable import fill_boxes as _run
+from vescale_rng.streams import advance, skip
+from vescale_rng.streams import draws as words_of
 
 
 def check(case, distribution, dtype, warmup):

@@ -14,14 +14,12 @@ from rng_cases import cases
 from rng_pieces import FLOATS, Shard, boxes_of, strided
 from vescale_rng import (
     Exponential,
-    Multinomial,
     _portable,
     bernoulli_,
     fill_,
     gumbel_like,
     layout_of,
     multinomial,
-    position,
     randperm,
     trunc_normal_,
     use,
@@ -30,6 +28,7 @@ from vescale_rng import (
 from vescale_rng._cpu.rejection import Bounds
 from vescale_rng._portable import fill_boxes as _run
 from vescale_rng._portable import sampling as _sampling
+from vescale_rng.streams import Multinomial, position
 
 # Nearly all accepted; half of them; a tail and a narrow interval, from uniform candidates.
 BOUNDS = [

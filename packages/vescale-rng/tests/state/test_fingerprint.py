@@ -1,8 +1,8 @@
 """Property: fingerprints are equal exactly where the numbers that follow are."""
 
 import torch
-from vescale_rng import at, fingerprint, position
 from vescale_rng._cpu.mt19937_jump import WORDS
+from vescale_rng.streams import at, fingerprint, position
 
 
 def test_places_and_seeds_differ():

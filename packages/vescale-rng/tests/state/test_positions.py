@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from rng_cases import cases
 from rng_cases import draws as draw_kinds
 from rng_pieces import strided
-from vescale_rng import LayoutError, Normal, Uniform, advance, at, draws, position, skip
+from vescale_rng import LayoutError, Normal, Uniform
+from vescale_rng.streams import advance, at, draws, position, skip
 
 
 @given(cases(), draw_kinds(), st.integers(0, 3))

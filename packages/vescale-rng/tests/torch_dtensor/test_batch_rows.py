@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from vescale_rng import Normal, advance, dropout, fill_, use, whole
-from vescale_rng._draw.truncated import _way
+from vescale_rng import Normal, dropout, fill_, use, whole
+from vescale_rng._draw.truncated_normal import _way
 from vescale_rng.init import trunc_normal_
+from vescale_rng.streams import advance
 from vescale_rng.torch_dtensor import consistent
 
 HEADS = 2

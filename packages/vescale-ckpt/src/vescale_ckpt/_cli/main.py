@@ -24,7 +24,7 @@ from vescale_ckpt._inspect.difference import describe_difference
 from vescale_ckpt._inspect.inspect import inspect
 from vescale_ckpt._inspect.verify import verify
 from vescale_ckpt._progress import progress_line
-from vescale_ckpt._storage.committed import has_commit
+from vescale_ckpt._storage.commit_lookup import has_commit
 from vescale_ckpt._storage.resolve import resolve, storage_of
 from vescale_ckpt._version import __version__
 

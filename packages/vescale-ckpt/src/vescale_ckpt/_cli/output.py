@@ -6,7 +6,7 @@ from vescale_ckpt._errors import CheckpointError
 from vescale_ckpt._inspect.inspect import Inspected, Statistics
 from vescale_ckpt._load.open import open_checkpoint
 from vescale_ckpt._storage.base import Storage
-from vescale_ckpt._storage.committed import has_commit
+from vescale_ckpt._storage.commit_lookup import has_commit
 
 _VALUE_WIDTH = 60
 

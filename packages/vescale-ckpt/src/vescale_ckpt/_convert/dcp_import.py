@@ -12,13 +12,13 @@ import torch
 
 from vescale_ckpt._convert.dcp_metadata import (
     METADATA,
-    Stored,
+    StoredBytes,
     TensorPlan,
     parse_metadata,
 )
 from vescale_ckpt._coordination.coordinator import SingleProcess
 from vescale_ckpt._errors import FormatError, NotFoundError, StateError
-from vescale_ckpt._format.pickled import PickleRefusedError
+from vescale_ckpt._format.pickle_data import PickleRefusedError
 from vescale_ckpt._format.torch_file import read_torch_file
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._save.save import SaveOptions, save_with
@@ -78,7 +78,7 @@ def import_dcp(
     return sum(isinstance(leaf, torch.Tensor) for leaf in leaves.values())
 
 
-def _read(folder: str, name: str, item: Stored) -> Any:
+def _read(folder: str, name: str, item: StoredBytes) -> Any:
     """Read one stored item, as tensors and plain values only."""
     path, end = f"{folder}/{item.file}", item.offset + item.length
     content = read_range(LocalStorage(), path, item.offset, end)

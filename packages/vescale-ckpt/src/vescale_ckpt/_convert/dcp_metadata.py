@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from vescale_ckpt._errors import FormatError
-from vescale_ckpt._format.pickled import Name, PickleRefusedError, Record, Table, read_pickle
+from vescale_ckpt._format.pickle_data import Name, PickleRefusedError, Record, Table, read_pickle
 from vescale_ckpt._format.torch_file import DATA, require_sizes
 from vescale_ckpt._state.values import MAX_DEPTH
 from vescale_ckpt._tensors.regions import Region, Shape, first_overlap, whole
@@ -19,7 +19,7 @@ _MEMORY_FORMATS: Final = frozenset(
 )
 
 
-class Stored(NamedTuple):
+class StoredBytes(NamedTuple):
     """The bytes of an item: of a file of the folder, from `offset` on."""
 
     file: str
@@ -32,11 +32,11 @@ class TensorPlan(NamedTuple):
 
     dtype: torch.dtype
     shape: Shape
-    chunks: list[tuple[Region, Stored]]
+    chunks: list[tuple[Region, StoredBytes]]
 
 
 # By name; a value lies in one item.
-Plan = dict[str, TensorPlan | Stored]
+Plan = dict[str, TensorPlan | StoredBytes]
 
 
 def parse_metadata(content: bytes) -> tuple[Plan, Mapping[str, tuple[str | int, ...]]]:
@@ -74,9 +74,9 @@ def _shown(name: str) -> str:
     return f"'{name[:80]}'"
 
 
-def _stored(data: dict[Any, Any]) -> dict[str, dict[Shape | None, Stored]]:
+def _stored(data: dict[Any, Any]) -> dict[str, dict[Shape | None, StoredBytes]]:
     """The items by name, and by where they are in their tensor; None for those that say nothing."""
-    found: dict[str, dict[Shape | None, Stored]] = {}
+    found: dict[str, dict[Shape | None, StoredBytes]] = {}
     for index, info in data.items():
         known = isinstance(index, Record) and index.kind == "MetadataIndex"
         _require(known and type(index.get("fqn")) is str, "storage_data has an odd key")
@@ -88,7 +88,7 @@ def _stored(data: dict[Any, Any]) -> dict[str, dict[Shape | None, Stored]]:
         sizes = all(type(n) is int and 0 <= n < 1 << 62 for n in (offset, length))
         _require(sizes, f"{_shown(name)}: offset and length of its item are no sizes")
         # The name comes from the file: it must not lead out of the folder.
-        item = Stored(require_name(info.get("relative_path")), offset, length)
+        item = StoredBytes(require_name(info.get("relative_path")), offset, length)
         at = index.get("offset")
         at = at if at is None else require_sizes(at)
         items = found.setdefault(name, {})
@@ -97,7 +97,9 @@ def _stored(data: dict[Any, Any]) -> dict[str, dict[Shape | None, Stored]]:
     return found
 
 
-def _planned(name: Any, entry: Any, items: Mapping[Shape | None, Stored]) -> TensorPlan | Stored:
+def _planned(
+    name: Any, entry: Any, items: Mapping[Shape | None, StoredBytes]
+) -> TensorPlan | StoredBytes:
     _require(type(name) is str and isinstance(entry, Record), "an entry of no known form")
     where = _shown(name)
     if entry.kind == "BytesStorageMetadata":
@@ -124,8 +126,12 @@ def _planned(name: Any, entry: Any, items: Mapping[Shape | None, Stored]) -> Ten
 
 
 def _chunk(
-    where: str, chunk: Any, shape: Shape, dtype: torch.dtype, items: Mapping[Shape | None, Stored]
-) -> Iterator[tuple[Region, Stored]]:
+    where: str,
+    chunk: Any,
+    shape: Shape,
+    dtype: torch.dtype,
+    items: Mapping[Shape | None, StoredBytes],
+) -> Iterator[tuple[Region, StoredBytes]]:
     known = isinstance(chunk, Record) and chunk.kind == "ChunkStorageMetadata"
     _require(known, f"{where}: a chunk of no known form")
     region = Region(require_sizes(chunk.get("offsets")), require_sizes(chunk.get("sizes")))
@@ -153,7 +159,7 @@ def _require_disjoint(plan: Plan) -> None:
     every = [
         item
         for one in plan.values()
-        for item in ([one] if isinstance(one, Stored) else [item for _, item in one.chunks])
+        for item in ([one] if isinstance(one, StoredBytes) else [item for _, item in one.chunks])
     ]
     end = ("", 0)
     for item in sorted(every):

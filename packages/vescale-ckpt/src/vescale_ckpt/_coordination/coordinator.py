@@ -77,20 +77,20 @@ def nothing() -> None:
     """Return at once: the wait of a rank that has no others to meet."""
 
 
-def met(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) -> _T:
+def meet_after(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) -> _T:
     """Run `prepare` on this rank, and then wait until all ranks have come to `call`.
 
     If it raises, the other ranks are told: they raise at once, and do not wait for this one.
     """
     # `prepare` may fail on this rank alone (a path that it cannot resolve), and the others wait in
     # the store. So it runs before this rank announces itself, and its failure is announced instead.
-    prepared = told_if_it_fails(coordinator, call, prepare)
+    prepared = report_if_it_fails(coordinator, call, prepare)
     coordinator.meet(call)()
     return prepared
 
 
-def told_if_it_fails(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) -> _T:
-    """Run `prepare` on this rank; if it raises, the ranks that wait for this one are told."""
+def report_if_it_fails(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) -> _T:
+    """Run `prepare` on this rank; if it raises, report it to the ranks that wait."""
     try:
         return prepare()
     except Exception as error:

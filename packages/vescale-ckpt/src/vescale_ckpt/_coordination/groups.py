@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_ckpt._coordination.bounded import BoundedStore
+from vescale_ckpt._coordination.bounded_store import BoundedStore
 from vescale_ckpt._coordination.coordinator import Coordinator, SingleProcess, nothing
 from vescale_ckpt._coordination.meeting import LONGEST_DEFAULT, Call, Store, arrive, refuse
 from vescale_ckpt._coordination.torch_groups import (
@@ -40,7 +40,7 @@ def coordinator_of(group: dist.ProcessGroup | None) -> Coordinator:
     return SingleProcess()
 
 
-class _Gathering(ABC):
+class _GatherCoordinator(ABC):
     """Ranks that exchange messages by all_gather."""
 
     rank: int
@@ -105,7 +105,7 @@ def _message_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu" if "cpu" in devices else devices[0])
 
 
-class GroupCoordinator(_Gathering):
+class GroupCoordinator(_GatherCoordinator):
     """The ranks of a torch process group; `None` is the default group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -178,7 +178,7 @@ class GroupCoordinator(_Gathering):
         return _BackgroundCoordinator(gloo_group(store, self.rank, self.world_size))
 
 
-class _BackgroundCoordinator(_Gathering):
+class _BackgroundCoordinator(_GatherCoordinator):
     """The same ranks through a gloo group of their own, which only one thread of each uses."""
 
     def __init__(self, group: Any) -> None:

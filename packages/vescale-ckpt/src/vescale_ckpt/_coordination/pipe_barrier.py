@@ -112,7 +112,7 @@ class PipeBarrier:
         return gone
 
     def close(self) -> None:
-        """Let go of all pipes."""
+        """Close all pipes."""
         for descriptor in (self._read, self._write, *self._others.values()):
             if descriptor >= 0:
                 os.close(descriptor)

@@ -41,7 +41,7 @@ class SharedMemory:
         return memoryview(self._map)
 
     def close(self) -> None:
-        """Unmap, and let go of it."""
+        """Unmap and release it."""
         if self._map is not None:
             # After an error the traceback still holds views of it; the memory goes when they do.
             with suppress(BufferError):

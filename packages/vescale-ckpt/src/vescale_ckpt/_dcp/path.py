@@ -1,4 +1,4 @@
-"""Where DCP reads or writes next, which it says in one way to readers and to writers."""
+"""Sets the path that DCP reads or writes next, in one way for readers and writers."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What the coordinator tells every rank about a save."""
+"""Describes to every rank where and how it writes a save, as the coordinator decides."""
 
 from typing import NamedTuple
 

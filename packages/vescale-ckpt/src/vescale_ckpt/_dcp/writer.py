@@ -19,7 +19,7 @@ from vescale_ckpt._dcp.place import Place
 from vescale_ckpt._errors import StateError
 from vescale_ckpt._format import checksums
 from vescale_ckpt._format.parse import parse_manifest
-from vescale_ckpt._format.pickled import PickleRefusedError
+from vescale_ckpt._format.pickle_data import PickleRefusedError
 from vescale_ckpt._format.safetensors import bytes_of, check_byte_order
 from vescale_ckpt._format.torch_file import read_torch_file
 from vescale_ckpt._format.write_item import WriteItem
@@ -42,7 +42,7 @@ from vescale_ckpt._tensors.dtypes import dtype_name
 from vescale_ckpt._tensors.regions import Region, intersect
 
 
-class Written(NamedTuple):
+class RankRecords(NamedTuple):
     """What one rank tells the coordinator: its file's records, and nodes of plain values."""
 
     files: list[dict[str, Any]]
@@ -136,7 +136,7 @@ class StorageWriter(NextPath, torch_storage.StorageWriter):
             done=lambda item: None,
         )
         items = as_one_file(work.items)
-        written = Written(write_data(job, [items] if items else []), work.values())
+        written = RankRecords(write_data(job, [items] if items else []), work.values())
         # One result for each item, as DCP has it; the first carries what is known of all.
         results = [WriteResult(i.index, i.tensor_storage_size() or 0, None) for i in plan.items]
         done.set_result([replace(one, storage_data=written) for one in results[:1]] + results[1:])

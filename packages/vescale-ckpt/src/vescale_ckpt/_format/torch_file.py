@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from vescale_ckpt._format.pickled import Name, PickleRefusedError, Table, read_pickle
+from vescale_ckpt._format.pickle_data import Name, PickleRefusedError, Table, read_pickle
 from vescale_ckpt._tensors.dtypes import STORED_AS, torch_dtype
 from vescale_ckpt._untrusted import bytes_of_shape
 

@@ -8,7 +8,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from vescale_ckpt._coordination.coordinator import Coordinator, SingleProcess, all_or_none, met
+from vescale_ckpt._coordination.coordinator import (
+    Coordinator,
+    SingleProcess,
+    all_or_none,
+    meet_after,
+)
 from vescale_ckpt._coordination.groups import coordinator_of
 from vescale_ckpt._coordination.hosts import cores_per_rank, host_key
 from vescale_ckpt._coordination.meeting import call_of
@@ -21,7 +26,7 @@ from vescale_ckpt._load.open import Checkpoint, open_checkpoint
 from vescale_ckpt._load.overlap import saved_alike
 from vescale_ckpt._load.reads import SlabRead, blocks_nbytes, plan_reads
 from vescale_ckpt._load.shared_reads import (
-    Sharing,
+    SharedReadContext,
     SharingHandles,
     fetch_shared,
     needs_of,
@@ -109,13 +114,13 @@ def load(
         >>> weight
         tensor([1., 1.])
     """
-    # Only this process so far. From `met` on, every step is collective: an error on one rank is
-    # told to all before any of them raises.
+    # Only this process so far. From `meet_after` on, every step is collective: an error on one rank
+    # is told to all before any of them raises.
     call = call_of("load", path, timeout)
     coordinator = coordinator_of(group)
     selection = Selection(_patterns(only), rename, cast)
     options = LoadOptions(strict, progress, selection, share)
-    storage = met(coordinator, call, lambda: storage_of(path))
+    storage = meet_after(coordinator, call, lambda: storage_of(path))
     loaded: StateT = load_with(storage, coordinator, path, into, options)
     return loaded
 
@@ -232,7 +237,7 @@ def _mention_changes(into: Any) -> Iterator[None]:
 
 def _sharing(
     coordinator: Coordinator, opened: "_OpenedLoad", answers: list[dict[str, Any]], *, remote: bool
-) -> Sharing | None:
+) -> SharedReadContext | None:
     """Prepare to read together with others of this machine; None if each reads for itself."""
     plan = plan_sharing(opened.checkpoint, answers, remote=remote)[
         answers[coordinator.rank]["host"]
@@ -243,7 +248,9 @@ def _sharing(
         return None
     reads = {read.id: read for read in opened.reads}
     offers = {rank: answers[rank]["offer"] for rank in plan.ranks}
-    return Sharing(opened.checkpoint, plan, coordinator.rank, opened.handles, offers, reads)
+    return SharedReadContext(
+        opened.checkpoint, plan, coordinator.rank, opened.handles, offers, reads
+    )
 
 
 class _OpenedLoad(NamedTuple):

@@ -9,7 +9,7 @@ from vescale_ckpt._errors import CorruptError, NotFoundError, UncommittedError, 
 from vescale_ckpt._format.manifest import COMMIT, MANIFEST, CommitRecord, Manifest
 from vescale_ckpt._format.parse import parse_manifest
 from vescale_ckpt._storage.base import Storage, read_all
-from vescale_ckpt._storage.committed import has_commit, read_commit
+from vescale_ckpt._storage.commit_lookup import has_commit, read_commit
 
 # Far above any real one: a manifest of this size would describe petabytes.
 _MANIFEST_LIMIT = 4 << 30

@@ -46,7 +46,7 @@ def needs_of(reads: list[SlabRead]) -> list[Any] | None:
     return [[*read.id, [[span.start, span.stop] for span in read.blocks]] for read in reads]
 
 
-class _Shared(NamedTuple):
+class _SharedSlab(NamedTuple):
     """A slab that several ranks need: the blocks that any of them needs, and where they are."""
 
     id: SlabId
@@ -64,7 +64,7 @@ class SharePlan:
     """The rounds of one machine: in each, as many slabs as the shared memory holds."""
 
     ranks: list[int]
-    rounds: list[list[_Shared]] = field(default_factory=list)
+    rounds: list[list[_SharedSlab]] = field(default_factory=list)
 
     @property
     def arena_bytes(self) -> int:
@@ -78,7 +78,7 @@ class SharePlan:
 def plan_sharing(
     checkpoint: Checkpoint, answers: list[dict[str, Any]], *, remote: bool
 ) -> dict[str, SharePlan]:
-    """Plan for each machine what its ranks share: a pure function of what all told all."""
+    """Plan for each machine what its ranks share: a pure function of what all exchanged."""
     arena_bytes = REMOTE_ARENA_BYTES if remote else ARENA_BYTES
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank, answer in enumerate(answers):
@@ -103,7 +103,7 @@ def _can_share(offers: list[list[Any] | None]) -> bool:
 
 def _rounds(
     checkpoint: Checkpoint, needs: list[list[Any]], arena_bytes: int
-) -> list[list[_Shared]]:
+) -> list[list[_SharedSlab]]:
     wanted: dict[SlabId, list[range]] = defaultdict(list)
     for tensor, chunk, slab, spans in itertools.chain.from_iterable(needs):
         wanted[SlabId(tensor, chunk, slab)].extend(range(a, b) for a, b in spans)
@@ -118,7 +118,7 @@ def _rounds(
             shared.append(_shared(*tensors[id.tensor], id, union, block_bytes))
     if sum(blocks_nbytes(slab.chunk, slab.blocks, block_bytes) for slab in shared) < WORTH_BYTES:
         return []
-    rounds: list[list[_Shared]] = [[]]
+    rounds: list[list[_SharedSlab]] = [[]]
     room = arena_bytes
     # In the order of the disk, and the same on every rank.
     for slab in sorted(shared, key=lambda s: (s.chunk.file, s.chunk.start + s.begin)):
@@ -132,7 +132,7 @@ def _rounds(
 
 def _shared(
     name: str, tensor: TensorRecord, id: SlabId, blocks: list[range], block_bytes: int
-) -> _Shared:
+) -> _SharedSlab:
     chunk, itemsize = tensor.chunks[id.chunk], STORED_AS[tensor.dtype].bytes_per_element
     region = slab_regions(chunk.region, itemsize)[id.slab]
     # Memory is reserved from the start of the first block, wherever in it the slab begins.
@@ -141,7 +141,7 @@ def _shared(
     # From the beginning of its first block to the end of its last one that is wanted.
     end = max(begin + nbytes, min(blocks[-1].stop * block_bytes, chunk.nbytes))
     room = -(-(end - begin // block_bytes * block_bytes) // _ALIGNMENT) * _ALIGNMENT
-    return _Shared(id, chunk, name, begin, nbytes, blocks, room)
+    return _SharedSlab(id, chunk, name, begin, nbytes, blocks, room)
 
 
 class SharingHandles:
@@ -151,11 +151,11 @@ class SharingHandles:
         self.memory, self.barrier = memory, PipeBarrier(rank)
 
     def to_json(self) -> list[Any]:
-        """Return what the other ranks are told."""
+        """Return what is sent to the other ranks."""
         return [self.memory.name, self.barrier.name, os.getpid()]
 
     def close(self) -> None:
-        """Let go of both."""
+        """Release both."""
         self.memory.close()
         self.barrier.close()
 
@@ -174,7 +174,7 @@ def open_handles(rank: int) -> SharingHandles | None:
 
 
 @dataclass(frozen=True)
-class Sharing:
+class SharedReadContext:
     """What one rank needs to take part."""
 
     checkpoint: Checkpoint
@@ -196,7 +196,7 @@ class Sharing:
         return [read for read in self.reads.values() if read.id not in shared]
 
     @cached_property
-    def windows(self) -> list[list[tuple[_Shared, range]]]:
+    def windows(self) -> list[list[tuple[_SharedSlab, range]]]:
         """What this rank reads for all in each round, in the order of the disk."""
         step = max(1, WINDOW_BYTES // self.checkpoint.manifest.block_bytes)
         turn, count = self.plan.ranks.index(self.rank), len(self.plan.ranks)
@@ -235,7 +235,7 @@ class Sharing:
         return barrier.meet()
 
 
-def fetch_shared(storage: Storage, sharing: Sharing, count: ByteCounter) -> bool:
+def fetch_shared(storage: Storage, sharing: SharedReadContext, count: ByteCounter) -> bool:
     """Fill what is shared. False if another rank failed: the exchange that follows says why.
 
     Round n goes through slot n modulo `SLOTS` of the memory.
@@ -259,12 +259,14 @@ def fetch_shared(storage: Storage, sharing: Sharing, count: ByteCounter) -> bool
         raise
 
 
-def _slab_starts(slabs: list[_Shared]) -> dict[SlabId, int]:
+def _slab_starts(slabs: list[_SharedSlab]) -> dict[SlabId, int]:
     starts = itertools.accumulate((slab.room for slab in slabs), initial=0)
     return {slab.id: start for slab, start in zip(slabs, starts, strict=False)}
 
 
-def _fill(files: OpenFiles, sharing: Sharing, n: int, data: memoryview, count: ByteCounter) -> None:
+def _fill(
+    files: OpenFiles, sharing: SharedReadContext, n: int, data: memoryview, count: ByteCounter
+) -> None:
     """Read and verify this rank's share of a round."""
     block_bytes, starts = (
         sharing.checkpoint.manifest.block_bytes,
@@ -279,7 +281,7 @@ def _fill(files: OpenFiles, sharing: Sharing, n: int, data: memoryview, count: B
         count.add(span.stop - span.start)
 
 
-def _take(sharing: Sharing, slabs: list[_Shared], data: memoryview) -> None:
+def _take(sharing: SharedReadContext, slabs: list[_SharedSlab], data: memoryview) -> None:
     """Copy what this rank wants of a round to where it belongs."""
     block_bytes, starts = sharing.checkpoint.manifest.block_bytes, _slab_starts(slabs)
     for slab in slabs:

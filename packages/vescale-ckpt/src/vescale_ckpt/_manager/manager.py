@@ -11,8 +11,8 @@ import torch.distributed as dist
 from vescale_ckpt._coordination.coordinator import (
     Coordinator,
     all_or_none,
-    met,
-    told_if_it_fails,
+    meet_after,
+    report_if_it_fails,
 )
 from vescale_ckpt._coordination.groups import coordinator_of
 from vescale_ckpt._coordination.meeting import Call, call_of
@@ -48,8 +48,8 @@ from vescale_ckpt._progress import Progress
 from vescale_ckpt._save.async_save import SaveHandle, Staging, async_save_with
 from vescale_ckpt._save.save import HEALTHY, SaveOptions, save_with
 from vescale_ckpt._storage.base import remove_tree
-from vescale_ckpt._storage.committed import has_commit, is_committed, read_commit
-from vescale_ckpt._storage.hold import Hold, hold
+from vescale_ckpt._storage.commit_lookup import has_commit, is_committed, read_commit
+from vescale_ckpt._storage.directory_lock import Hold, hold
 from vescale_ckpt._storage.resolve import resolve, storage_of
 
 _log = logging.getLogger("vescale_ckpt")
@@ -224,7 +224,7 @@ class CheckpointManager:
         # other's files.
         self.wait()
         coordinator, call = self._begin("save", step)
-        options = met(
+        options = meet_after(
             coordinator,
             call,
             lambda: self._options(coordinator.rank, step, overwrite, metric, healthy, progress),
@@ -251,7 +251,7 @@ class CheckpointManager:
         self.wait()
         coordinator, call = self._begin("async_save", step)
         asked = (coordinator.rank, step, overwrite, metric, healthy, progress)
-        options = told_if_it_fails(coordinator, call, lambda: self._options(*asked))
+        options = report_if_it_fails(coordinator, call, lambda: self._options(*asked))
         path, staging = self.path(step), self._staging
         handle = async_save_with(self._storage, coordinator, path, state, options, staging, call)
         # Only after the save has begun: if it was refused, there is nothing to prune after.

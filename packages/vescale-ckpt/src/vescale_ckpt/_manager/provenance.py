@@ -1,4 +1,4 @@
-"""What checkpoints of a run say of themselves: how they are, and which was saved last."""
+"""Reads what checkpoints of a run record of themselves: health, metric, order of saves."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale_ckpt._coordination.coordinator import Coordinator, nothing, told_if_it_fails
+from vescale_ckpt._coordination.coordinator import Coordinator, nothing, report_if_it_fails
 from vescale_ckpt._coordination.groups import coordinator_of, world_of_now
 from vescale_ckpt._coordination.meeting import Call, call_of
 from vescale_ckpt._errors import CheckpointError, as_checkpoint_error
@@ -259,7 +259,7 @@ def async_save(
     call = call_of("async_save", path, timeout)
     coordinator = coordinator_of(group)
     options = SaveOptions(overwrite, check_replicas, progress)
-    storage = told_if_it_fails(coordinator, call, lambda: storage_of(path))
+    storage = report_if_it_fails(coordinator, call, lambda: storage_of(path))
     staging = staging or Staging()
     return async_save_with(storage, coordinator, path, state, options, staging, call)
 
@@ -282,7 +282,7 @@ def async_save_with(
     # The background is idle here (`wait` above), so no thread holds or awaits a buffer.
     staging.buffers.reopen()
     channel = staging.channel(coordinator)
-    saving = _Saving(storage, coordinator, staging, channel, options, arrived)
+    saving = _AsyncSave(storage, coordinator, staging, channel, options, arrived)
     prepared, staged, matching = saving.agree(location_of(storage, path, options), state)
     handle = SaveHandle(prepared.location.target)
     if not prepared.agreed.own_processes:
@@ -301,7 +301,7 @@ def async_save_with(
 
 
 @dataclass(frozen=True)
-class _Saving:
+class _AsyncSave:
     """One asynchronous save."""
 
     storage: Storage

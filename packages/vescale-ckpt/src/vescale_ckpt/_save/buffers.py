@@ -24,7 +24,7 @@ class Buffers:
         self._closed: BaseException | None = None
 
     def acquire(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """Return a uint8 tensor of `nbytes`; raise what `fail` was told, if that happens first."""
+        """Return a uint8 tensor of `nbytes`; raise what `fail` was given, if that happens first."""
         key = (nbytes, pinned)
         with self._changed:
             while not self._free[key]:

@@ -27,7 +27,7 @@ from vescale_ckpt._format.manifest import (
 )
 from vescale_ckpt._format.parse import is_generation
 from vescale_ckpt._storage.base import Storage, make_directories, read_all, remove_tree
-from vescale_ckpt._storage.committed import names_nothing, read_commit
+from vescale_ckpt._storage.commit_lookup import names_nothing, read_commit
 
 _OLD_COMMIT = "COMMIT.old"
 

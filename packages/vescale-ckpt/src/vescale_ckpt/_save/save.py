@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from vescale_ckpt._coordination.coordinator import Coordinator, all_or_none, met
+from vescale_ckpt._coordination.coordinator import Coordinator, all_or_none, meet_after
 from vescale_ckpt._coordination.groups import coordinator_of
 from vescale_ckpt._coordination.hosts import cores_per_rank, have_own_processes, host_key
 from vescale_ckpt._coordination.meeting import call_of
@@ -89,12 +89,12 @@ def save(
         >>> vescale_ckpt.read(path)
         {'weight': tensor([1., 1.]), 'step': 1}
     """
-    # Only this process so far. From `met` on, every step is collective: an error on one rank is
-    # told to all before any of them raises.
+    # Only this process so far. From `meet_after` on, every step is collective: an error on one rank
+    # is told to all before any of them raises.
     call = call_of("save", path, timeout)
     coordinator = coordinator_of(group)
     options = SaveOptions(overwrite, check_replicas, progress)
-    storage = met(coordinator, call, lambda: storage_of(path))
+    storage = meet_after(coordinator, call, lambda: storage_of(path))
     save_with(storage, coordinator, path, state, options)
 
 

@@ -21,7 +21,7 @@ _PINS = ("cuda", "xpu")
 
 
 @dataclass(frozen=True)
-class _Staged:
+class _StagedItem:
     """One item in host memory; if it comes from a device, the copy is complete once `event` is."""
 
     buffer: torch.Tensor
@@ -53,8 +53,8 @@ class StagingQueue:
         self.copied = False
         self.interrupt: BaseException | None = None
         self.buffers, self._local_tensors = buffers, local_tensors
-        self._queue: queue.SimpleQueue[_Staged | BaseException] = queue.SimpleQueue()
-        self._current: _Staged | None = None
+        self._queue: queue.SimpleQueue[_StagedItem | BaseException] = queue.SimpleQueue()
+        self._current: _StagedItem | None = None
 
     def copy_all(self) -> None:
         """Copy every item, in order; then the state may change. What fails here, `data` raises.
@@ -82,24 +82,24 @@ class StagingQueue:
         if last is not None:
             last.synchronize()
 
-    def _copy(self, source: torch.Tensor) -> _Staged:
+    def _copy(self, source: torch.Tensor) -> _StagedItem:
         # Only pinned memory lets a copy from a device run while the host continues.
         pinned = source.device.type in _PINS
         buffer = self.buffers.acquire(source.numel() * source.element_size(), pinned=pinned)
         buffer.view(source.dtype).view(source.shape).copy_(source, non_blocking=pinned)
         if not pinned:
-            return _Staged(buffer, pinned, None)
+            return _StagedItem(buffer, pinned, None)
         # Recorded on the stream that copies, so the writing thread can wait for just this item.
         event = torch.Event(source.device)
         event.record(torch.accelerator.current_stream(source.device))
-        return _Staged(buffer, pinned, event)
+        return _StagedItem(buffer, pinned, event)
 
     def release_all(self) -> None:
         """Give back all that was copied: it will not be written."""
         # Only before writing has begun: no other thread reads the queue then.
         while not self._queue.empty():
             staged = self._queue.get()
-            if isinstance(staged, _Staged):
+            if isinstance(staged, _StagedItem):
                 self._release(staged)
 
     def data(self, item: WriteItem) -> memoryview:
@@ -120,5 +120,5 @@ class StagingQueue:
         self._release(self._current)
         self._current = None
 
-    def _release(self, staged: _Staged) -> None:
+    def _release(self, staged: _StagedItem) -> None:
         self.buffers.release(staged.buffer, pinned=staged.pinned)

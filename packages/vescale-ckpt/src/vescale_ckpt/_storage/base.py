@@ -35,7 +35,7 @@ class Reader(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         ...
 
 
@@ -70,7 +70,7 @@ class Storage(Protocol):
         ...
 
     def locked(self, path: str) -> AbstractContextManager[None]:
-        """Keep other writers out of a directory; a writer that dies lets go of it."""
+        """Keep other writers out of a directory; a writer that dies releases it."""
         ...
 
     def remove_file(self, path: str) -> None:

@@ -67,7 +67,7 @@ class LocalStorage:
 
     @contextmanager
     def locked(self, path: str) -> Iterator[None]:
-        """Keep other writers out of a directory; a writer that dies lets go of it."""
+        """Keep other writers out of a directory; a writer that dies releases it."""
         with _storage_errors("lock", path):
             descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -190,7 +190,7 @@ def lock_directory(descriptor: int, path: str, seconds: float = _LOCK_SECONDS) -
 
 
 def unlock_directory(descriptor: int) -> None:
-    """Let go of a lock, also where another process has the same open file."""
+    """Release a lock, also where another process has the same open file."""
     with suppress(ImportError):
         import fcntl
 

@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._checks.p2p_checks import checked_message
-from vescale_comm._engine.annotated import BACKWARD_DIFFERS
-from vescale_comm._engine.hooks import Proceed, hooked
+from vescale_comm._engine.annotated_groups import BACKWARD_DIFFERS
+from vescale_comm._engine.hooks import Proceed, with_hook
 from vescale_comm._engine.primitives import Primitive
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._errors import CommMismatchError, CommTimeoutError
@@ -44,7 +44,7 @@ def checked(*, timeout: float = 60) -> Iterator[None]:
     Args:
         timeout: seconds to wait for the other members.
     """
-    with hooked(_Check(timeout)):
+    with with_hook(_Check(timeout)):
         yield
 
 

@@ -46,7 +46,7 @@ def checked_message(
         store.set(_key(primitive, group.rank, target), json.dumps([_said(primitive), site]))
         return proceed()
     ((_, source),) = primitive.receives
-    expected = _Expected(primitive, _key(primitive, source, group.rank), source, site, store)
+    expected = _ExpectedMessage(primitive, _key(primitive, source, group.rank), source, site, store)
     if not primitive.later:
         expected.compare(timeout)
         return proceed()
@@ -54,7 +54,7 @@ def checked_message(
     # Its place among the messages was counted above, when it was issued: waits may come in any
     # order.
     work = proceed()
-    return None if work is None else _Compared(work, expected, timeout)
+    return None if work is None else _ComparedWork(work, expected, timeout)
 
 
 def _key(primitive: Primitive, source: int, target: int) -> str:
@@ -71,7 +71,7 @@ def _said(primitive: Primitive) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Expected:
+class _ExpectedMessage:
     """What a receiver expects, and where the sender says what it sends."""
 
     primitive: PointToPoint
@@ -117,9 +117,9 @@ class _Expected:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Compared:
+class _ComparedWork:
     work: Waitable
-    expected: _Expected
+    expected: _ExpectedMessage
     timeout: float
 
     def wait(self) -> object:

@@ -5,6 +5,7 @@ public function, and `plan_...`, which checks arguments and returns the plan; `E
 plans too. Start with `broadcast`, the shortest, then `all_reduce` and `all_gather`.
 
 Of several tensors: `bucket` (the layout of many tensors in few buffers, no communication) and
-`bucketed`. Variants: `in_place` (into memory of the caller), `compressed` (`wire=`), `hierarchical`
-(two axes of different speed), `replicated_shards` (gradients of HSDP, for `fsdp2`).
+`bucketed_calls`. Variants: `in_place` (into memory of the caller), `compressed_reductions`
+(`wire=`), `hierarchical` (two axes of different speed), `replicated_shards` (gradients of HSDP, for
+`fsdp2`).
 """

@@ -17,9 +17,9 @@ from vescale_comm._checks.arguments import (
     check_tensor,
 )
 from vescale_comm._engine.fast_path import fast_all_gather, is_fast, note_checked
+from vescale_comm._engine.handles import ready, run_or_start
 from vescale_comm._engine.operators import call, flat_shapes, name_of, register, shapes_of
-from vescale_comm._engine.pending import ready, run_or_start
-from vescale_comm._engine.sharded import LinearAllGather
+from vescale_comm._engine.sharded_dim import LinearAllGather
 from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.buffers import copy, views
 

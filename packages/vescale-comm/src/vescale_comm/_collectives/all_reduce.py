@@ -10,15 +10,15 @@ from torch.compiler import is_compiling
 from torch.overrides import has_torch_function_unary
 
 from vescale_comm._checks.arguments import check_tensor
-from vescale_comm._collectives.compressed import CompressedAllReduce
+from vescale_comm._collectives.compressed_reductions import CompressedAllReduce
 from vescale_comm._engine import flat_ops
-from vescale_comm._engine.annotated import AnnotatedGroup
+from vescale_comm._engine.annotated_groups import AnnotatedGroup
 from vescale_comm._engine.autograd import Linear, no_gradient
-from vescale_comm._engine.exchanged import sums_pair
+from vescale_comm._engine.direct_exchange import sums_pair
 from vescale_comm._engine.fast_path import fast_all_reduce
+from vescale_comm._engine.handles import ready, run_or_start
 from vescale_comm._engine.hooks import hooks
 from vescale_comm._engine.operators import call, name_of, register
-from vescale_comm._engine.pending import ready, run_or_start
 from vescale_comm._engine.primitives import Steps
 from vescale_comm._engine.runner import complete
 from vescale_comm._groups.group import Group, GroupLike, as_group

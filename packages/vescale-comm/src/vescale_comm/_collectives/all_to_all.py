@@ -18,8 +18,8 @@ from vescale_comm._checks.arguments import (
 )
 from vescale_comm._engine import flat_ops
 from vescale_comm._engine.autograd import Linear
+from vescale_comm._engine.handles import ready, run_or_start
 from vescale_comm._engine.operators import call, flat_shapes, name_of, register, shapes_of
-from vescale_comm._engine.pending import ready, run_or_start
 from vescale_comm._engine.primitives import Steps
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.group import Group, GroupLike, as_group

@@ -9,8 +9,8 @@ from torch.compiler import is_compiling
 
 from vescale_comm._checks.arguments import check_member, check_tensor
 from vescale_comm._engine.autograd import Linear
+from vescale_comm._engine.handles import ready, run_or_start
 from vescale_comm._engine.operators import call, name_of, register
-from vescale_comm._engine.pending import ready, run_or_start
 from vescale_comm._engine.primitives import Barrier, Broadcast, Reduce, Steps
 from vescale_comm._engine.runner import complete
 from vescale_comm._groups.group import Group, GroupLike, as_group

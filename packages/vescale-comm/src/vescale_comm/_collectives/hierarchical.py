@@ -9,8 +9,8 @@ from torch.compiler import is_compiling
 from vescale_comm._checks.arguments import check_tensor
 from vescale_comm._engine import flat_ops
 from vescale_comm._engine.autograd import Linear, no_gradient
+from vescale_comm._engine.handles import run_or_start
 from vescale_comm._engine.operators import call, name_of, register
-from vescale_comm._engine.pending import run_or_start
 from vescale_comm._engine.primitives import Steps
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.group import Group, GroupLike, as_group

@@ -14,10 +14,10 @@ from vescale_comm._collectives.broadcast import broadcast
 from vescale_comm._collectives.reduce_scatter import plan_reduce_scatter, reduce_scatter
 from vescale_comm._engine.autograd import needs_gradient
 from vescale_comm._engine.fast_path import StartedGather, is_fast, note_checked
-from vescale_comm._engine.operators import Finished
-from vescale_comm._engine.pending import Pending, identity
+from vescale_comm._engine.handles import Pending, identity
+from vescale_comm._engine.operators import FinishedHandle
 from vescale_comm._engine.primitives import AllGather, Reduce, Steps
-from vescale_comm._engine.runner import Started, complete
+from vescale_comm._engine.runner import StartedCollective, complete
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.buffers import flattened, nbytes, plain
@@ -63,7 +63,7 @@ def broadcast_(x: Tensor, group: GroupLike = None, *, source: int = 0) -> Tensor
     return x
 
 
-def all_gather_into(
+def all_gather_into_tensor(
     out: Tensor,
     x: Tensor,
     group: GroupLike = None,
@@ -77,24 +77,26 @@ def all_gather_into(
         `out`, or a `Pending` handle of it.
     """
     if is_compiling():
-        _check("all_gather_into", out, x)
+        _check("all_gather_into_tensor", out, x)
         return _stored(out, all_gather(x, group, sizes=sizes), async_op)
     if type(group) is not Group:
-        _check("all_gather_into", out, x)
+        _check("all_gather_into_tensor", out, x)
         group = as_group(group)
     # Before all checks, which take longer: what is taken here passes them.
     if sizes is None and is_fast("all_gather", x, group) and _fits(out, x, group):
         started = StartedGather(out, x, group, async_op=async_op)
-        return Pending("all_gather_into", started, identity) if async_op else started.finish()
-    _check("all_gather_into", out, x)
+        return (
+            Pending("all_gather_into_tensor", started, identity) if async_op else started.finish()
+        )
+    _check("all_gather_into_tensor", out, x)
     # Planned only to check the arguments and to learn the sizes; the gather below writes to `out`.
     plan = plan_all_gather(x, group, 0, sizes)
-    _check_shape("all_gather_into", out, x, (sum(plan.sizes), *x.shape[1:]))
+    _check_shape("all_gather_into_tensor", out, x, (sum(plan.sizes), *x.shape[1:]))
     note_checked("all_gather", x, group)
-    return _run("all_gather_into", _gather(out, x, group, plan.sizes), async_op)
+    return _run("all_gather_into_tensor", _gather(out, x, group, plan.sizes), async_op)
 
 
-def reduce_scatter_into(
+def reduce_scatter_tensor(
     out: Tensor,
     x: Tensor,
     group: GroupLike = None,
@@ -110,7 +112,7 @@ def reduce_scatter_into(
     Returns:
         `out`, or a `Pending` handle of it.
     """
-    _check("reduce_scatter_into", out, x)
+    _check("reduce_scatter_tensor", out, x)
     if is_compiling():
         how: Any = {"sizes": sizes, "op": op, "order": order, "wire": wire}
         return _stored(out, reduce_scatter(x, group, **how), async_op)
@@ -118,21 +120,21 @@ def reduce_scatter_into(
     plan = plan_reduce_scatter(x, group, 0, sizes, op, order, wire)
     # The plan has refused an extent that equal parts do not divide.
     own = x.shape[0] // group.size if sizes is None else sizes[group.rank]
-    _check_shape("reduce_scatter_into", out, x, (own, *x.shape[1:]))
+    _check_shape("reduce_scatter_tensor", out, x, (own, *x.shape[1:]))
     # A member's result is smaller than what is reduced, so `out` cannot serve as the buffer.
     steps = _nothing(x) if group.size == 1 else plan.steps(plain(x.detach()))
-    return _run("reduce_scatter_into", _copied(out, steps), async_op)
+    return _run("reduce_scatter_tensor", _copied(out, steps), async_op)
 
 
 def _stored(out: Tensor, result: Tensor, async_op: bool) -> Any:
     """Return what a compiler is given: a value, and where to write it."""
     out.detach().copy_(result.view(out.shape))
-    return Finished(out) if async_op else out
+    return FinishedHandle(out) if async_op else out
 
 
 def _run(name: str, steps: Steps[Tensor], async_op: bool) -> Any:
     # Never through `autograd`: `_check` has refused whatever a graph would have to know of.
-    return Pending(name, Started(steps), identity) if async_op else complete(steps)
+    return Pending(name, StartedCollective(steps), identity) if async_op else complete(steps)
 
 
 def _fits(out: Tensor, x: Tensor, group: Group) -> bool:

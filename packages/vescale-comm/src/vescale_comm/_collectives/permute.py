@@ -16,8 +16,8 @@ from vescale_comm._checks.arguments import (
     whole_numbers,
 )
 from vescale_comm._engine.autograd import Linear, apply
+from vescale_comm._engine.handles import run_or_start
 from vescale_comm._engine.operators import call, name_of, register
-from vescale_comm._engine.pending import run_or_start
 from vescale_comm._engine.primitives import PointToPoint, Steps
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.group import Group, GroupLike, as_group

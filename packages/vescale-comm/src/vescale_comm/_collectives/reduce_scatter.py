@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from vescale_comm._checks.arguments import check_dim, check_tensor
 from vescale_comm._checks.chunk_sizes import chunk_sizes
-from vescale_comm._collectives.compressed import CompressedReduceScatter
+from vescale_comm._collectives.compressed_reductions import CompressedReduceScatter
 from vescale_comm._engine.autograd import Linear
 from vescale_comm._engine.fast_path import (
     StartedFold,
@@ -18,9 +18,9 @@ from vescale_comm._engine.fast_path import (
     is_fast,
     note_checked,
 )
+from vescale_comm._engine.handles import Pending, identity, ready, run_or_start
 from vescale_comm._engine.operators import call, name_of, register
-from vescale_comm._engine.pending import Pending, identity, ready, run_or_start
-from vescale_comm._engine.sharded import LinearReduceScatter
+from vescale_comm._engine.sharded_dim import LinearReduceScatter
 from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.buffers import copy
 from vescale_comm._wire.fold import Order

@@ -17,8 +17,8 @@ from vescale_comm._checks.arguments import (
 )
 from vescale_comm._checks.chunk_sizes import chunk_sizes
 from vescale_comm._engine.autograd import Linear
+from vescale_comm._engine.handles import ready, run_or_start
 from vescale_comm._engine.operators import call, name_of, register
-from vescale_comm._engine.pending import ready, run_or_start
 from vescale_comm._engine.primitives import PointToPoint, Steps
 from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.buffers import copy, depending_on, flattened, nbytes

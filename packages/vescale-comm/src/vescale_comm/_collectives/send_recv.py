@@ -16,9 +16,9 @@ from vescale_comm._engine.fast_path import (
     is_fast_send,
     note_message,
 )
-from vescale_comm._engine.pending import Pending, identity
+from vescale_comm._engine.handles import Pending, identity
 from vescale_comm._engine.primitives import PointToPoint, Steps
-from vescale_comm._engine.runner import Started, complete
+from vescale_comm._engine.runner import StartedCollective, complete
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.buffers import flattened, nbytes, plain
@@ -50,7 +50,7 @@ def send(x: Tensor, group: GroupLike = None, *, target: int, async_op: bool = Fa
     flat = flattened(plain(x.detach()))
     steps = _send(x, flat, target, group)
     # `x` itself is kept for traces and messages; what travels is `flat`.
-    return Pending("send", Started(steps), _nothing) if async_op else complete(steps)
+    return Pending("send", StartedCollective(steps), _nothing) if async_op else complete(steps)
 
 
 def recv(like: Tensor, group: GroupLike = None, *, source: int, async_op: bool = False) -> Tensor:
@@ -75,7 +75,9 @@ def recv(like: Tensor, group: GroupLike = None, *, source: int, async_op: bool =
     _check_peer("recv", "source", like.detach(), source, group)
     note_message("recv", like, source, group)
     steps = _recv(like, source, group)
-    result: Any = Pending("recv", Started(steps), identity) if async_op else complete(steps)
+    result: Any = (
+        Pending("recv", StartedCollective(steps), identity) if async_op else complete(steps)
+    )
     found: Tensor = result
     return found
 

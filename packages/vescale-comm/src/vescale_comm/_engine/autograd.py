@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from vescale_comm._engine.primitives import Steps
-from vescale_comm._engine.runner import Started, complete
+from vescale_comm._engine.runner import StartedCollective, complete
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._torch.buffers import plain
 
@@ -65,10 +65,12 @@ class _Collective(torch.autograd.Function):
     """Runs a collective, or finishes one that was started; backward runs the adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, collective: Linear | Started, adjoint: Linear) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, collective: Linear | StartedCollective, adjoint: Linear
+    ) -> Tensor:
         """Run the collective, or finish the one that was started."""
         ctx.adjoint = adjoint
-        if isinstance(collective, Started):
+        if isinstance(collective, StartedCollective):
             return without_view(collective.finish())
         return without_view(collective.run(x, in_graph=True))
 
@@ -99,7 +101,7 @@ class StartedLinear:
         # Kept until the node is made: without it the graph would lose the input's history.
         self._x = x if self._adjoint is not None else None
         in_graph = self._adjoint is not None
-        self._started = Started(collective.steps(x.detach()), in_graph=in_graph)
+        self._started = StartedCollective(collective.steps(x.detach()), in_graph=in_graph)
 
     def finish(self) -> Tensor:
         """Wait for it and return the result, in the graph in which the input was."""

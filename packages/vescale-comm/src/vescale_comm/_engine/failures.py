@@ -18,7 +18,7 @@ from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.own_calls import own_calls
 from vescale_comm._torch.ranks import named
 from vescale_comm._watchdog.channel import Answer
-from vescale_comm._watchdog.current import current
+from vescale_comm._watchdog.current_watcher import current
 from vescale_comm._watchdog.places import site_of
 from vescale_comm._watchdog.report import is_lost_connection, is_timeout, missing
 
@@ -27,7 +27,7 @@ def failure(primitive: Primitive, error: Exception) -> Exception:
     """Say what failed, over which group, and which rank did not come, or ended."""
     if isinstance(error, CommError):  # it has its words already
         return error
-    drift = drifted()
+    drift = divergence()
     if drift is not None:
         return CommMismatchError(f"{_described(primitive)} failed, because {drift}")
     text = str(error)
@@ -63,7 +63,7 @@ def explained_failures(
     Raises:
         CommTimeoutError: a member did not come.
         RankFailedError: a member ended; the message says which, and why.
-        CommMismatchError: the ranks have drifted apart.
+        CommMismatchError: the ranks have diverged.
         CollectiveError: the backend failed for another reason.
 
     Examples:
@@ -89,8 +89,8 @@ def failures_in_words(op: str, x: Tensor, where: Group) -> Iterator[None]:
         raise failure(Barrier(op, where, 0, x), error) from error
 
 
-def drifted() -> str | None:
-    """Return how the ranks have drifted apart, if that is known by now: the cause of the rest.
+def divergence() -> str | None:
+    """Return how the ranks have diverged, if that is known by now: the cause of the rest.
 
     The caller raises it.
     """

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
-from vescale_comm._engine.annotated import AnnotatedGroup
-from vescale_comm._engine.exchanged import (
+from vescale_comm._engine.annotated_groups import AnnotatedGroup
+from vescale_comm._engine.direct_exchange import (
     PairSum,
     folded,
     gathers,
@@ -24,13 +24,13 @@ from vescale_comm._engine.exchanged import (
 )
 from vescale_comm._engine.failures import failure
 from vescale_comm._engine.hooks import hooks
+from vescale_comm._engine.log_events import record_fast
 from vescale_comm._engine.primitives import (
     Barrier,
     Primitive,
     all_gather_single,
     reduce_scatter_single,
 )
-from vescale_comm._engine.recorded import record_fast
 from vescale_comm._groups.group import Group
 from vescale_comm._torch.compat import being_traced, dispatch_modes
 from vescale_comm._wire.backend_dtypes import BACKEND_DTYPES

@@ -21,7 +21,7 @@ _lock = Lock()
 
 
 @contextmanager
-def hooked(hook: Hook, *, innermost: bool = False) -> Iterator[None]:
+def with_hook(hook: Hook, *, innermost: bool = False) -> Iterator[None]:
     """Add a hook while the body runs; later ones are called first, unless innermost."""
     with _lock:
         # In place: other modules, and the state of simulated ranks, hold this very list.

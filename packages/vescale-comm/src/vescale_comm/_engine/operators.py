@@ -66,7 +66,7 @@ def shapes_of(dims: Sequence[int], extents: Sequence[int]) -> list[tuple[int, ..
     return [tuple(next(rest) for _ in range(count)) for count in dims]
 
 
-class Finished:
+class FinishedHandle:
     """Stands for a `Pending` where there is nothing to wait for.
 
     Such as in what is compiled: the compiler moves the waiting by itself.
@@ -83,4 +83,4 @@ class Finished:
 def call(name: str, *args: Any, async_op: bool = False) -> Any:
     """Call an operator, for a function that finds itself being compiled."""
     result = getattr(_ops, name)(*args)
-    return Finished(result) if async_op else result
+    return FinishedHandle(result) if async_op else result

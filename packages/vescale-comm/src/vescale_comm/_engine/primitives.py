@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from vescale_comm._engine import reference_semantics
-from vescale_comm._engine.exchanged import PairSum, gathers, is_small, start_gather, sums_pair
+from vescale_comm._engine.direct_exchange import PairSum, gathers, is_small, start_gather, sums_pair
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._groups.connection import (
     barrier_devices,

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from vescale_comm._engine.annotated import AnnotatedGroup
+from vescale_comm._engine.annotated_groups import AnnotatedGroup
 from vescale_comm._engine.failures import failure
 from vescale_comm._engine.functional import functional
 from vescale_comm._engine.hooks import hooks, through_hooks
+from vescale_comm._engine.log_events import record_event
 from vescale_comm._engine.primitives import Primitive, Steps
-from vescale_comm._engine.recorded import recorded
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._torch.compat import being_traced
 from vescale_comm._torch.own_calls import own_calls
@@ -48,7 +48,7 @@ def _rest(steps: Steps[Result], arrived: Any, in_graph: bool) -> Result:
         return result
 
 
-class Started:
+class StartedCollective:
     """A collective of which the first primitive is under way."""
 
     __slots__ = ("_arrived", "_in_graph", "_primitive", "_result", "_steps", "_work")
@@ -104,7 +104,7 @@ def _launch(primitive: Primitive, async_op: bool) -> Waitable | None:
     log = primitive.group._log
     if log is not None:
         # After the hooks: what a check of theirs refuses has not been executed.
-        recorded(log, primitive, together=not async_op)
+        record_event(log, primitive, together=not async_op)
     process_group: Any = primitive.group.process_group
     annotated: Any = process_group
     work: Waitable | None

@@ -5,7 +5,7 @@ from datetime import timedelta
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.new_group import use_timeout
 from vescale_comm._torch.compat import process_groups, set_group_timeout
-from vescale_comm._watchdog.current import current, own_logs, start
+from vescale_comm._watchdog.current_watcher import current, own_logs, start
 from vescale_comm._watchdog.watcher import REPORT_AFTER
 
 DEFAULT_TIMEOUT = 600.0
@@ -34,7 +34,7 @@ def bound_waits(
     the timeout ends the wait, the error says the same.
 
     What the ranks of a group execute together is recorded, and compared over the store beside the
-    program: no collective is added. Ranks that drift apart raise `CommMismatchError`, which names
+    program: no collective is added. Ranks that diverge raise `CommMismatchError`, which names
     the first call that differs, with the line of each rank.
 
     A rank that waits for others to make a process group (`new_group`, torch's `DeviceMesh`) waits

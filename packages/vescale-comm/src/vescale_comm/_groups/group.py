@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from vescale_comm._errors import CommArgumentError, CommError
 from vescale_comm._torch.compat import is_registered, process_group_named
 from vescale_comm._torch.ranks import compact
-from vescale_comm._watchdog.current import execution_log, start
+from vescale_comm._watchdog.current_watcher import execution_log, start
 from vescale_comm._watchdog.execution_log import ExecutionLog, WatchedGroup
 
 

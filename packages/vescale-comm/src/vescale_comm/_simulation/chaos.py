@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_comm._engine.hooks import Proceed, hooked
+from vescale_comm._engine.hooks import Proceed, with_hook
 from vescale_comm._engine.primitives import Primitive
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._errors import CommArgumentError
@@ -73,7 +73,7 @@ def chaos(plan: Sequence[Fault], *, seed: int = 0) -> Iterator[list[str]]:
         with chaos([Fault("delay", rank=1, probability=0.1)], seed=3): ...
     """
     trouble = _Trouble(tuple(plan), seed)
-    with hooked(trouble):
+    with with_hook(trouble):
         yield trouble.happened
 
 
@@ -108,7 +108,7 @@ class _Trouble:
         if not corrupt:
             return work
         if work is not None:
-            return _Corrupted(work, primitive, dice)
+            return _CorruptedWork(work, primitive, dice)
         _flip(primitive.written(), dice)
         return None
 
@@ -129,7 +129,7 @@ def _die(primitive: Primitive, message: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Corrupted:
+class _CorruptedWork:
     work: Waitable
     primitive: Primitive
     dice: random.Random

@@ -27,7 +27,7 @@ from vescale_comm._wire.reduction import divided_in, reduction
 
 
 def _no_process_group() -> None:
-    """Stand in for a `Group`'s weak reference to its process group: there is none."""
+    """Take the place of a `Group`'s weak reference to its process group: there is none."""
 
 
 _BACKENDS = MappingProxyType({"cpu": "gloo", "cuda": "gloo"})
@@ -233,12 +233,12 @@ def apply_together(plans: Sequence[Linear], xs: Sequence[Tensor]) -> list[Tensor
     xs = list(map(plain, xs))
     # One node over the inputs of all members: the gradient of one depends on the results of all.
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        found: tuple[Tensor, ...] = _Together.apply(tuple(plans), *xs)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, ...] = _MembersFunction.apply(tuple(plans), *xs)  # type: ignore[no-untyped-call]
         return list(found)
     return run_in_step([plan.steps(x) for plan, x in zip(plans, xs, strict=True)])
 
 
-class _Together(torch.autograd.Function):
+class _MembersFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plans: tuple[Linear, ...], *xs: Tensor) -> tuple[Tensor, ...]:
         """Run the members' collectives in step."""

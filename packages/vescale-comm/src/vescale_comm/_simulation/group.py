@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_comm._engine import reference_semantics
-from vescale_comm._engine.annotated import AnnotatedGroup
+from vescale_comm._engine.annotated_groups import AnnotatedGroup
 from vescale_comm._errors import CommError, CommMismatchError
 from vescale_comm._simulation.log_comparison import WorldLogs
 from vescale_comm._simulation.meeting import CallNote, Meeting, Run, Slot, finish

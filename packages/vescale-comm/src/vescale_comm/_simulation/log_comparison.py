@@ -11,7 +11,7 @@ from vescale_comm._errors import CommMismatchError
 from vescale_comm._simulation.scheduler import Scheduler
 from vescale_comm._watchdog.drift_report import drift_report
 from vescale_comm._watchdog.execution_log import ExecutionLog
-from vescale_comm._watchdog.log_store import heard_entries, told_entries
+from vescale_comm._watchdog.log_store import entries_text, parsed_entries
 
 
 class WorldLogs:
@@ -95,7 +95,7 @@ class WorldLogs:
         logs = {rank: self._of_rank[rank].logs.get(key) for rank in key[0]}
         ended = [rank for rank in logs if self._scheduler.ranks[rank].done]
         told = {
-            rank: heard_entries(told_entries(log, at_end=rank in ended)) or ()
+            rank: parsed_entries(entries_text(log, at_end=rank in ended)) or ()
             for rank, log in logs.items()
             if log is not None
         }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_comm._engine.annotated import BACKWARD_DIFFERS
+from vescale_comm._engine.annotated_groups import BACKWARD_DIFFERS
 from vescale_comm._errors import CommMismatchError
 from vescale_comm._simulation import streams
 

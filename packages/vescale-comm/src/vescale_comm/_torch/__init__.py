@@ -1,4 +1,4 @@
-"""What this package needs of torch and Python that is about no collective.
+"""Collects what this package needs of torch and Python beside collectives.
 
 - `compat`: every look behind torch's public API, each feature-tested. Nothing else has one.
 - `buffers`: pack tensors into flat buffers and unpack them, as autograd and tracers can follow.

@@ -1,4 +1,4 @@
-"""Where in the caller's code a collective was called."""
+"""Finds the line of the caller's code that called a collective."""
 
 import sys
 import sysconfig

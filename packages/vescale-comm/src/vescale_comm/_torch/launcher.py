@@ -1,4 +1,4 @@
-"""What a launcher such as torchrun says of the processes that it starts, in their environment."""
+"""Reads what a launcher such as torchrun puts into the environment of its processes."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Which calls of a process group are this package's own: no trace records the others.
+"""Counts this package's own calls of process groups: no trace records the others.
 
 Process groups count their calls, whoever makes them, in whatever thread. What this package launches
 is counted beside that while a trace is open; the difference is torch's own (FSDP2, DDP, DTensor,

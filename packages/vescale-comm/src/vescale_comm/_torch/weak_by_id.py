@@ -1,4 +1,4 @@
-"""A cache for objects that must be told apart by identity and not be kept alive."""
+"""Caches values for objects by their identity, without keeping these alive."""
 
 import weakref
 from typing import Any, Generic, TypeVar

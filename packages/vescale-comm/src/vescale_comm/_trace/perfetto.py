@@ -1,4 +1,4 @@
-"""What Perfetto and chrome://tracing read: the Trace Event format."""
+"""Writes the Trace Event format, which Perfetto and chrome://tracing read."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is recorded of one collective."""
+"""Defines the record of one collective."""
 
 from dataclasses import dataclass, field
 

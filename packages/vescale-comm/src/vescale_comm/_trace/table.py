@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from vescale_comm._trace.record import Record
-from vescale_comm._trace.unrecorded import in_words
+from vescale_comm._trace.unrecorded_calls import in_words
 
 
 def table(records: Sequence[Record], unrecorded: Mapping[str, int]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from vescale_comm._engine.hooks import Proceed, hooked
+from vescale_comm._engine.hooks import Proceed, with_hook
 from vescale_comm._engine.primitives import Primitive
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._torch.call_site import call_site
@@ -19,7 +19,7 @@ from vescale_comm._trace.clock import aligned_clock
 from vescale_comm._trace.record import Record
 from vescale_comm._trace.table import table
 from vescale_comm._trace.torch_calls import TorchCalls
-from vescale_comm._trace.unrecorded import calls_so_far, unrecorded, warn_of
+from vescale_comm._trace.unrecorded_calls import calls_so_far, unrecorded, warn_of
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +123,7 @@ def trace(*, align: bool = False, torch: bool = False) -> Iterator[Trace]:
         opened.clock = aligned_clock()
     # Innermost: it times what reaches torch, after checks and faults had their say.
     before = calls_so_far()
-    with hooked(_Watch(opened), innermost=True), counting_own_calls() as own:
+    with with_hook(_Watch(opened), innermost=True), counting_own_calls() as own:
         try:
             with TorchCalls(opened.records.append, own) if torch else nullcontext():
                 yield opened
@@ -160,14 +160,14 @@ class _Watch:
         self.trace.records.append(record)
         work = proceed()
         if work is not None:
-            return _Timed(work, record)
+            return _TimedWork(work, record)
         # Synchronous: there is no handle to wait for, so it is complete here.
         record.end = time.time_ns()
         return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Timed:
+class _TimedWork:
     work: Waitable
     record: Record
 

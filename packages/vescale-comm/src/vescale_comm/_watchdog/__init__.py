@@ -7,7 +7,7 @@ A call costs nothing for this. One thread of each process wakes every few second
    he is; a process that raises says so before it ends.
    `crash`: a process that crashes in C++ leaves its Python line in a file, for its host.
 3. `report`: the answers as text, the same on every rank.
-4. `watcher`: the thread, which puts these together. `current` starts one for each world.
+4. `watcher`: the thread, which puts these together. `current_watcher` starts one for each world.
 
 Ranks that execute different things need not wait for each other, so that is noticed apart:
 
@@ -16,5 +16,5 @@ Ranks that execute different things need not wait for each other, so that is not
 3. `last_comparison`: the same once more, as the world or the program ends.
 4. `drift_report`: the first difference as text. `log_store`: the keys of all this.
 
-`words`: what other ranks have left there; what is malformed is passed over.
+`store_reads`: what other ranks have left there; what is malformed is passed over.
 """

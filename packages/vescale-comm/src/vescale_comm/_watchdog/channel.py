@@ -1,4 +1,4 @@
-"""What ranks tell each other about waits: a few keys of the store of their world."""
+"""Exchanges what ranks report of waits, by a few keys of the store of their world."""
 
 import dataclasses
 import json
@@ -13,9 +13,9 @@ from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._torch.launcher import which_start
 from vescale_comm._torch.ranks import ranks_of_runs, runs
-from vescale_comm._watchdog.bounded import connected
+from vescale_comm._watchdog.bounded_store import connected
 from vescale_comm._watchdog.crash import crash_of
-from vescale_comm._watchdog.words import heard, ranks_of, text_of
+from vescale_comm._watchdog.store_reads import parsed_json, ranks_of, text_of
 
 _Said = TypeVar("_Said")
 # Of so many failures each is told in words, and of so many characters; who fails later is listed.
@@ -107,7 +107,7 @@ class Channel:
 
     def asked(self) -> int:
         """Return the number of the last question; 0 if there was none."""
-        return heard(self._store.get("asked"), lambda said: ranks_of([said])[0]) or 0
+        return parsed_json(self._store.get("asked"), lambda said: ranks_of([said])[0]) or 0
 
     def answer(self, question: int, answer: Answer) -> None:
         """Answer a question."""
@@ -152,7 +152,7 @@ class Channel:
 
     def ending(self, rank: int) -> Ending | None:
         """Return what a rank has said when it ended; None if it has not."""
-        return heard(self._store.get(f"ending/{rank}"), ending_of)
+        return parsed_json(self._store.get(f"ending/{rank}"), ending_of)
 
     def endings(self) -> dict[int, Ending]:
         """Return what ranks have said that have ended, by rank."""
@@ -182,7 +182,7 @@ class Channel:
     def learn(self) -> None:
         """Remember the processes of this host, for when the store cannot be asked any more."""
         lines = (self._store.get(f"host/{_host()}") or b"").splitlines()
-        self._processes = dict(found for line in lines if (found := heard(line, _process)))
+        self._processes = dict(found for line in lines if (found := parsed_json(line, _process)))
 
     def known_gone(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return what `gone` does, of those ranks whose process is known; without the store."""
@@ -199,7 +199,7 @@ class Channel:
         """What ranks wrote into one value; who says the same is given the same object."""
         lines = (self._store.get(key) or b"").splitlines()
         pairs = [line.partition(b" ") for line in lines]
-        words = {each: heard(each, made) for each in {word for _, _, word in pairs}}
+        words = {each: parsed_json(each, made) for each in {word for _, _, word in pairs}}
         found = {_number(rank): words[word] for rank, _, word in pairs}
         return {rank: said for rank, said in found.items() if rank < self.size and said is not None}
 
@@ -214,7 +214,7 @@ def _number(written: bytes) -> int:
 
 
 def fields(said: Answer | Ending) -> dict[str, Any]:
-    """Write what a rank said as others are told of it: short, however large its group is."""
+    """Write what a rank said as it is reported to others: short, however large its group is."""
     found = {each.name: getattr(said, each.name) for each in dataclasses.fields(said)}
     return found | {"text": said.text[:_MOST_TEXT], "ranks": runs(said.ranks)}
 

@@ -20,19 +20,19 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._errors import CommMismatchError
-from vescale_comm._watchdog.bounded import StoreLostError
+from vescale_comm._watchdog.bounded_store import StoreLostError
 from vescale_comm._watchdog.drift_report import crossing, drift_report
 from vescale_comm._watchdog.execution_log import ExecutionLog, token
 from vescale_comm._watchdog.last_comparison import LastComparison
 from vescale_comm._watchdog.log_store import (
     LogStore,
     alarm_of,
-    heard_entries,
+    entries_text,
+    parsed_entries,
     position_of,
     positions_of,
-    told_entries,
 )
-from vescale_comm._watchdog.words import heard
+from vescale_comm._watchdog.store_reads import parsed_json
 
 # Between two looks at this rank's own logs, which cost nothing.
 _LOOK_SECONDS = 0.25
@@ -174,7 +174,7 @@ class Comparison:
                 )
 
     def give_up(self) -> None:
-        """Say that this rank ends and compares nothing: what is wrong has been told."""
+        """Say that this rank ends and compares nothing: what is wrong has been reported."""
         if not self._finished and not self._lost:
             self._finished = True
             with suppress(RuntimeError):
@@ -353,7 +353,7 @@ class Comparison:
         Both would wait for ever, or until the backend pairs what does not belong together. An old
         position proves it as well: whatever that rank does later, it did not come here before.
         """
-        theirs = heard(self._store.get(f"at/{other}"), positions_of)
+        theirs = parsed_json(self._store.get(f"at/{other}"), positions_of)
         if theirs is None:
             return False
         with self._lock:
@@ -389,7 +389,7 @@ class Comparison:
         while self.trouble is None and self._alarms < self._store.add("alarms", 0):
             number = self._alarms + 1
             alarm = self._awaited([f"alarm/{number}"]).get(f"alarm/{number}")
-            said = heard(alarm, alarm_of)
+            said = parsed_json(alarm, alarm_of)
             if said is None:
                 self._alarms = number
                 continue
@@ -398,7 +398,7 @@ class Comparison:
                 continue
             log = next((each for each in self._of_now() if each.key == said["key"]), None)
             if log is not None and self._rank in said["tellers"]:
-                self._store.set(f"window/{number}/{self._rank}", told_entries(log))
+                self._store.set(f"window/{number}/{self._rank}", entries_text(log))
             self._end(self._report_of(said, number))
 
     def _report_of(self, said: Mapping[str, Any], number: int) -> str:
@@ -411,7 +411,7 @@ class Comparison:
         ended = {rank: last for key, rank in left.items() if (last := self._store.get(key))}
         asked = [key for key, rank in windows.items() if rank not in ended]
         told = ended | {windows[key]: window for key, window in self._awaited(asked).items()}
-        entries = {rank: heard_entries(told[rank]) for rank in sorted(told)}
+        entries = {rank: parsed_entries(told[rank]) for rank in sorted(told)}
         known = {rank: found for rank, found in entries.items() if found is not None}
         return drift_report(said["ranks"], known, ended=ended.keys() & known.keys())
 

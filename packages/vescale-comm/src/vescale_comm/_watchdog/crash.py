@@ -1,4 +1,4 @@
-"""Where a process crashed in C++, for the other ranks of its host to read.
+"""Notes where a process crashed in C++, for the other ranks of its host to read.
 
 gloo aborts a process whose peer sends more than it expects, as ranks that call different
 collectives do; torch and a kernel may crash as well. No Python code runs then: only faulthandler

@@ -1,4 +1,4 @@
-"""How ranks that executed different things are told: who, what, and at which line."""
+"""Reports ranks that executed different things: who, what, and at which line."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from vescale_comm._torch.ranks import named
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event as other ranks are told of it; see `Event`.
+    """An event as it is reported to other ranks; see `Event`.
 
     Attributes:
         before: what led to it, in words, the last at the end.
@@ -45,7 +45,7 @@ def crossing(positions: Mapping[int, Position]) -> str:
         for rank, position in sorted(positions.items())
     )
     return (
-        f"the ranks have drifted apart ({together} execute one program together): "
+        f"the ranks have diverged ({together} execute one program together): "
         f"they wait for each other at different calls.\n{told}\n{_ADVICE}"
     )
 
@@ -63,7 +63,7 @@ def drift_report(
         windows: by rank, what is known of its last events.
         ended: ranks to whose events nothing will be added.
     """
-    head = f"the ranks have drifted apart ({named(list(ranks))} execute one program together)"
+    head = f"the ranks have diverged ({named(list(ranks))} execute one program together)"
     differing = first_difference(windows, ended)
     if differing is None:
         said = "; ".join(f"rank {rank} is {_last(window)}" for rank, window in windows.items())

@@ -1,4 +1,4 @@
-"""What this rank executes together with others, so that ranks which drift apart are noticed.
+"""Logs what this rank executes together with others, so that divergence is noticed.
 
 Every collective of a group is recorded here before it is launched, and what other packages record:
 each event adds to a digest that is equal on all ranks as long as they execute the same. Recording

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from vescale_comm._watchdog.execution_log import ExecutionLog
-from vescale_comm._watchdog.log_store import LogStore, told_entries
+from vescale_comm._watchdog.log_store import LogStore, entries_text
 
 # Between two looks at the store, at first and in the long run; its server answers all ranks.
 _FIRST_PAUSE, _LONGEST_PAUSE, _LOOKS_PER_SECOND = 0.001, 0.05, 4000
@@ -46,7 +46,7 @@ class LastComparison:
         rank = self._store.rank
         most = _TOLD if self._store.size <= _MANY else _TOLD_BY_MANY
         for log in self._logs:
-            self._store.set(f"last/{log.key}/{rank}", told_entries(log, most, at_end=True))
+            self._store.set(f"last/{log.key}/{rank}", entries_text(log, most, at_end=True))
             # Afterwards: who finds how it ends finds the words as well.
             self._store.set_pair(f"end/{log.key}/{rank}", log.count, log.digest)
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other about their execution logs: keys of the store of their world."""
+"""Exchanges execution logs between ranks, by keys of the store of their world."""
 
 import json
 import struct
@@ -8,10 +8,10 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._torch.launcher import which_start
-from vescale_comm._watchdog.bounded import connected
+from vescale_comm._watchdog.bounded_store import connected
 from vescale_comm._watchdog.drift_report import Entry, Position
 from vescale_comm._watchdog.execution_log import WINDOW, ExecutionLog
-from vescale_comm._watchdog.words import heard, ranks_of, text_of
+from vescale_comm._watchdog.store_reads import parsed_json, ranks_of, text_of
 
 _PAIR = struct.Struct("<qq")
 
@@ -49,7 +49,7 @@ class LogStore:
     def publish(self, log: ExecutionLog) -> int:
         """Say how far a log of this rank is; return the number of its last event."""
         digests = log.digests()
-        self.set(f"state/{log.key}/{self.rank}", packed(digests))
+        self.set(f"state/{log.key}/{self.rank}", packed_digests(digests))
         return max(digests, default=0)
 
     def published(self, log: ExecutionLog, rank: int) -> dict[int, int]:
@@ -91,13 +91,13 @@ class LogStore:
         return self._store.add(key, amount)
 
 
-def packed(digests: dict[int, int]) -> bytes:
+def packed_digests(digests: dict[int, int]) -> bytes:
     """Write digests by number as they are published."""
     return b"".join(_PAIR.pack(*item) for item in digests.items())
 
 
-def told_entries(log: ExecutionLog, most: int = WINDOW, *, at_end: bool = False) -> bytes:
-    """Write the last events of a log as other ranks are told of them.
+def entries_text(log: ExecutionLog, most: int = WINDOW, *, at_end: bool = False) -> bytes:
+    """Write the last events of a log as they are reported to other ranks.
 
     Args:
         log: the log.
@@ -118,9 +118,9 @@ def told_entries(log: ExecutionLog, most: int = WINDOW, *, at_end: bool = False)
     return json.dumps(rows).encode()
 
 
-def heard_entries(told: bytes) -> Sequence[Entry] | None:
-    """Return what `told_entries` has written; None where it is nothing of the kind."""
-    return heard(told, lambda rows: [_entry(*row) for row in rows])
+def parsed_entries(told: bytes) -> Sequence[Entry] | None:
+    """Return what `entries_text` has written; None where it is nothing of the kind."""
+    return parsed_json(told, lambda rows: [_entry(*row) for row in rows])
 
 
 def _entry(number: Any, digest: Any, value: Any, what: Any, site: Any, notes: Any) -> Entry:
@@ -129,7 +129,7 @@ def _entry(number: Any, digest: Any, value: Any, what: Any, site: Any, notes: An
 
 
 def positions_of(said: Any) -> dict[str, Position]:
-    """Return where a rank is in its logs, of what it has told."""
+    """Return where a rank is in its logs, of what it has reported."""
     return {key: _position(one["number"], one["ranks"], one["words"]) for key, one in said.items()}
 
 
@@ -147,7 +147,7 @@ def alarm_of(said: Any) -> dict[str, Any]:
 
 
 def position_of(log: ExecutionLog) -> Position:
-    """Where a log is, as other ranks are told of it."""
+    """Where a log is, as it is reported to other ranks."""
     last = log.events()[-1:]
     words = f"{_text(last[0].what)}, {last[0].site}" if last else "at no event"
     return Position(log.count, log.ranks, words)

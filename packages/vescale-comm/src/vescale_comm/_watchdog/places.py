@@ -1,4 +1,4 @@
-"""Where the threads of this process are, and which of them wait in a collective.
+"""Finds where the threads of this process are, and which of them wait in a collective.
 
 The stacks are read from outside, so that a collective costs nothing for being watched, and those of
 torch and of other packages are watched as well.
@@ -56,7 +56,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _ThreadSample:
     """What one look at a thread has seen.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Look:
     spent: float
     since: float
 
-    def is_same(self, other: "_Look") -> bool:
+    def is_same(self, other: "_ThreadSample") -> bool:
         """Whether a thread that was `other` before has made no progress since."""
         if self.polls != other.polls:
             # First in the comparison, then in the collective itself; otherwise it has gone on.
@@ -85,7 +85,7 @@ class Tracker:
     """Tells since when threads have been in the same collective."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, _Look] = {}
+        self._seen: dict[int, _ThreadSample] = {}
 
     def update(self, now: float) -> dict[int, float]:
         """Look at all threads; return since when each one that communicates has made no progress.
@@ -105,15 +105,15 @@ class Tracker:
         return {thread: look.since for thread, look in self._seen.items()}
 
 
-def _look(thread: int, frame: FrameType, now: float) -> _Look:
+def _look(thread: int, frame: FrameType, now: float) -> _ThreadSample:
     call, compares = _call(frame), _comparison(frame)
     if compares is not None:
         # Another event is progress, though it is compared at the same line.
         event = compares.f_code, compares.f_locals.get("count", 0)
-        return _Look((event, *position(compares)), call, True, 0.0, now)
+        return _ThreadSample((event, *position(compares)), call, True, 0.0, now)
     if _module(frame).startswith(_POLLS):
-        return _Look(position(_caller(frame)), call, True, 0.0, now)
-    return _Look(position(frame), call, False, _processor_seconds(thread), now)
+        return _ThreadSample(position(_caller(frame)), call, True, 0.0, now)
+    return _ThreadSample(position(frame), call, False, _processor_seconds(thread), now)
 
 
 def communicates(frame: FrameType) -> bool:

@@ -1,4 +1,4 @@
-"""What the ranks of a world do, as text: the cause first, one line for all that do the same."""
+"""Writes what the ranks of a world do: the cause first, one line for all that do the same."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -8,11 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from vescale_comm._torch.ranks import compact
-from vescale_comm._watchdog.bounded import StoreLostError
+from vescale_comm._watchdog.bounded_store import StoreLostError
 from vescale_comm._watchdog.channel import Answer, Channel, Ending
 from vescale_comm._watchdog.comparison import Comparison
 from vescale_comm._watchdog.crash import CrashNote
-from vescale_comm._watchdog.leaving import end_process
 from vescale_comm._watchdog.places import (
     Tracker,
     Wait,
@@ -23,8 +22,9 @@ from vescale_comm._watchdog.places import (
     site_of,
     wait_of,
 )
+from vescale_comm._watchdog.process_exit import end_process
 from vescale_comm._watchdog.report import WorldState, report
-from vescale_comm._watchdog.told_state import heard_state, shortened, told_state
+from vescale_comm._watchdog.state_message import parsed_state, shortened, state_text
 
 REPORT_AFTER = 30.0
 """Seconds without progress in one collective after which every rank says where it is."""
@@ -209,7 +209,7 @@ class Watcher:
         return report(state, without=self._channel.rank), state
 
     def close(self, ending: Ending) -> None:
-        """Say why this rank ends; as the server of the store wait until the others have heard."""
+        """Say why this rank ends; as the server of the store wait until the others know."""
         if self.comparison is not None and ending.raised:
             self.comparison.look()
             self.comparison.give_up()
@@ -232,7 +232,7 @@ class Watcher:
             self._lose(error)
 
     def untold(self) -> str | None:
-        """Return how the ranks have drifted apart, if no exception has said so."""
+        """Return how the ranks have diverged, if no exception has said so."""
         found = self.comparison
         return None if found is None or found.was_raised else found.trouble
 
@@ -257,7 +257,7 @@ class Watcher:
         if not communicates(frame):
             return Answer(f"at {site_of(frame)}")
         wait = wait_of(frame)
-        return Answer(described(wait), wait.op, wait.ranks)
+        return Answer(wait_text(wait), wait.op, wait.ranks)
 
     def _answer(self, now: float) -> None:
         last = self._channel.asked()
@@ -271,7 +271,7 @@ class Watcher:
             self._report_at = now + 2 * self.interval
 
     def _hear_endings(self) -> bool:
-        """Hear who has failed; return whether the store is about to go."""
+        """Read who has failed; return whether the store is about to go."""
         ended = self._channel.ended()
         if ended <= self._ended:
             return False
@@ -339,11 +339,11 @@ class Watcher:
         """Return what all answer to a question, which one rank gathers; None if it has not yet."""
         channel = self._channel
         if not channel.tells(question):
-            found = heard_state(channel.told(question))
+            found = parsed_state(channel.told(question))
             return None if found is None else self._with_own_host(found)
         while not (state := self._state(question)).complete() and time.monotonic() < deadline:
             time.sleep(_PAUSE)
-        channel.tell(question, told_state(state))
+        channel.tell(question, state_text(state))
         return shortened(state)
 
     def _with_own_host(self, state: WorldState) -> WorldState:
@@ -358,7 +358,7 @@ class Watcher:
         return WorldState(channel.size, answers, endings, channel.gone(unknown))
 
     def _stay(self, seconds: float) -> None:
-        """Keep the store until all others have heard why this rank ends, or have ended as well."""
+        """Keep the store until all others know why this rank ends, or have ended as well."""
         deadline = time.monotonic() + seconds
         channel = self._channel
         while channel.heard() + channel.ended() < channel.size and time.monotonic() < deadline:
@@ -374,7 +374,7 @@ class Watcher:
         return WorldState(self._channel.size, endings=endings, answered=False)
 
 
-def described(wait: Wait) -> str:
+def wait_text(wait: Wait) -> str:
     """Write a wait as text, the same for all members that are in the same collective."""
     shape = f" of {wait.shape}" if wait.shape else ""
     group = f" over ranks {compact(wait.ranks)}" if wait.ranks else ""

@@ -1,4 +1,4 @@
-"""How the elements of a tensor travel, and how they are reduced on arrival. No communication.
+"""Encodes elements of tensors for the way, and reduces them on arrival. No communication.
 
 - `backend_dtypes`: dtypes that every backend moves; all others travel as bytes.
 - `fold`: the stated orders of a reduction (`order=`), and the elementwise functions they apply.

@@ -1,4 +1,4 @@
-"""What one case may leave behind in a worker, and how it is undone before the next."""
+"""Restores the clean state of a worker that a case has changed, before the next case."""
 
 import gc
 import locale
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy
 import torch
 
-from vescale_comm._watchdog.current import forget_executed
+from vescale_comm._watchdog.current_watcher import forget_executed
 
 
 def cleaner() -> Callable[[], None]:

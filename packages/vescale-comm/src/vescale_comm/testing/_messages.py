@@ -1,4 +1,4 @@
-"""What the test process and its workers say to each other.
+"""Defines the messages between the test process and its workers.
 
 Only ever spoken between a process and children that it started itself. Tensors travel as copies of
 their bytes: torch's own way, shared memory behind file descriptors, outlives neither a worker nor a

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from vescale_comm._checks.agreement import checked
 from vescale_comm._outcome import Failed, Ok, Outcome, failed
 from vescale_comm._torch.compat import forget_shardings, process_group_count
-from vescale_comm._watchdog.current import forget_executed
+from vescale_comm._watchdog.current_watcher import forget_executed
 from vescale_comm.testing._clean import cleaner
 from vescale_comm.testing._load import function_of
 from vescale_comm.testing._mesh import forget_meshes

@@ -1,4 +1,4 @@
-"""How `torch.distributed.checkpoint` saves and loads DTensors: three methods that it asks for.
+"""Gives DTensors the three methods by which torch.distributed.checkpoint saves and loads.
 
 It looks them up by name on any tensor (torch/distributed/_checkpointable.py), before it looks for
 what `CheckpointableTensor` of torch 2.14 describes. Those attributes say where a *local* tensor

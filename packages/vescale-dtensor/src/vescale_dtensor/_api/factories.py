@@ -24,7 +24,7 @@ from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._layout.protocol import shard_layout
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
-from vescale_dtensor._tensor.forked import refuse_if_forked
+from vescale_dtensor._tensor.fork_check import refuse_if_forked
 from vescale_dtensor._tensor.lineage import looked_at, note_origin
 from vescale_dtensor._torch.untraced import untraced
 

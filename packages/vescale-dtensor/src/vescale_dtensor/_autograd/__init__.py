@@ -10,8 +10,8 @@ Read in this order:
 1. `cotangent`: the rule, as a function from layouts to layouts. Everything else builds on it.
 2. `local_use`: the local tensor for a use. For leaves, `leaf_gradient` records on which axes
    `.grad` is partial; for activations, `uses` makes aliases that share one autograd node.
-3. `redistribute`: from layout to layout, with `prepared` (what does not depend on data) and
-   `redistribution_cache` (a second use in the same layout communicates nothing).
+3. `redistribute`: from layout to layout, with `redistribution_setup` (what does not depend on data)
+   and `redistribution_cache` (a second use in the same layout communicates nothing).
 4. `conversion`: `from_local`, `to_local`, `distribute_tensor`.
 5. What users see: `grad_property` (`.grad`), `backward`, `hooks`, `grad_fn`, `set_data`,
    `gradient_reducer` (all unreduced gradients at once), `user_gradients`.

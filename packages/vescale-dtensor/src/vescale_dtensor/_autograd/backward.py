@@ -22,7 +22,7 @@ from vescale_dtensor._autograd.uses import (
     average_factor,
 )
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._layout.executed import end_step, record
+from vescale_dtensor._layout.execution_events import end_step, record
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._layout.spec import Spec

@@ -32,7 +32,7 @@ from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistribute_to, redistributed, replicated
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._layout.derived_placements import as_placement
-from vescale_dtensor._layout.executed import record
+from vescale_dtensor._layout.execution_events import record
 from vescale_dtensor._layout.layout import Layout, Shape, normalized
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.mesh import current_mesh, describe
@@ -40,7 +40,7 @@ from vescale_dtensor._layout.notation import short_dtype
 from vescale_dtensor._layout.placements import Partial, Replicate, is_flat
 from vescale_dtensor._layout.spec import Spec, order_of, spec_of, strides_of, with_strides
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.forked import refuse_if_forked
+from vescale_dtensor._tensor.fork_check import refuse_if_forked
 from vescale_dtensor._tensor.lineage import note_origin
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._tensor.state import local_escaped

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from vescale_dtensor._layout.executed import note_numbers
+from vescale_dtensor._layout.execution_events import note_numbers
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import pause
 from vescale_dtensor._torch.compat import no_torch_function

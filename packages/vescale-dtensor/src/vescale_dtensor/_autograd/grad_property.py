@@ -15,10 +15,10 @@ from torch.overrides import has_torch_function_unary
 
 from vescale_dtensor._autograd.cotangent import cotangent_layout
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient, owner_of
-from vescale_dtensor._autograd.leaf_holds import LeafHolds
+from vescale_dtensor._autograd.leaf_references import LeafHolds
 from vescale_dtensor._autograd.local_use import join_hidden_node, leaf_gradient_of
-from vescale_dtensor._autograd.prepared import one_mesh
 from vescale_dtensor._autograd.redistribute import redistributed
+from vescale_dtensor._autograd.redistribution_setup import one_mesh
 from vescale_dtensor._autograd.user_gradients import as_gradient
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._layout.layout import Layout

@@ -40,7 +40,7 @@ from vescale_dtensor._autograd.cotangent import (
     dual,
     redistribute_local,
 )
-from vescale_dtensor._autograd.leaf_holds import AxesMask, LeafHolds, ReducesMany
+from vescale_dtensor._autograd.leaf_references import AxesMask, LeafHolds, ReducesMany
 from vescale_dtensor._autograd.uses import average_factor, zero_off_first
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._layout.mesh import axis_names
@@ -288,7 +288,7 @@ class LeafGradient:
         view._grad_of = self, self.reducer
 
     def release(self) -> None:
-        """Let go of the wrapper and the views: `.grad` becomes another tensor, or none.
+        """Release the wrapper and the views: `.grad` becomes another tensor, or none.
 
         They keep their memory, and the layout that is true of it: what is partial is reduced by
         itself wherever it is read.

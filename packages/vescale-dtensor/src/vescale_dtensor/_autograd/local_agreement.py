@@ -30,7 +30,7 @@ from vescale_comm.agreement import by_ranks, digest, gather_texts, message_devic
 
 from vescale_dtensor._errors import DisagreementError, LayoutError
 from vescale_dtensor._layout.derived_placements import as_placement
-from vescale_dtensor._layout.executed import record, silent
+from vescale_dtensor._layout.execution_events import record, silent
 from vescale_dtensor._layout.first_uses import FirstUses
 from vescale_dtensor._layout.layout import normalized
 from vescale_dtensor._layout.mesh import coordinates, describe
@@ -114,7 +114,7 @@ class Agreed(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What one rank told all others: see `Asked`."""
+    """What one rank sent to all others: see `Asked`."""
 
     text: str
     order: Shape

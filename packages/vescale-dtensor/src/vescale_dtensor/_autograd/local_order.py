@@ -32,11 +32,11 @@ def in_memory_order(local: Tensor, order: Order | None) -> Tensor:
 @overridable
 def expanded_again(local: Tensor, order: Order | None, dims: tuple[int, ...]) -> Tensor:
     """A tensor that was gathered in full, with stride 0 in the dims that are expanded."""
-    result: Tensor = _Expanded.apply(local, order, dims)  # type: ignore[no-untyped-call]
+    result: Tensor = _ExpandFunction.apply(local, order, dims)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Expanded(torch.autograd.Function):
+class _ExpandFunction(torch.autograd.Function):
     """The same values: each element has its own gradient, as on one device."""
 
     @staticmethod

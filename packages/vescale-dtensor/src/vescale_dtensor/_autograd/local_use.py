@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.eager_steps import run_steps_eagerly
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient
-from vescale_dtensor._autograd.leaf_holds import LeafHolds
+from vescale_dtensor._autograd.leaf_references import LeafHolds
 from vescale_dtensor._autograd.leaf_use import leaf_for_use
 from vescale_dtensor._autograd.uses import (
     UseAliases,

@@ -18,13 +18,13 @@ from vescale_dtensor._autograd.local_use import (
     local_for_use,
     local_outside_autograd,
 )
-from vescale_dtensor._autograd.prepared import one_mesh, prepared_redistribution
+from vescale_dtensor._autograd.redistribution_setup import one_mesh, prepared_redistribution
 from vescale_dtensor._autograd.uses import (
     UseAliases,
     fork_uses,
 )
 from vescale_dtensor._errors import LayoutError
-from vescale_dtensor._layout.executed import record
+from vescale_dtensor._layout.execution_events import record
 from vescale_dtensor._layout.layout import Layout, normalized
 from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.placements import Replicate

@@ -37,7 +37,7 @@ from vescale_dtensor._capture.state_guard import StateGuard
 from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._errors import CaptureError
-from vescale_dtensor._layout.executed import all_say
+from vescale_dtensor._layout.execution_events import all_say
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observers

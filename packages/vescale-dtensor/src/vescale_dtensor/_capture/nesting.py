@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from vescale_dtensor._layout.executed import silent
+from vescale_dtensor._layout.execution_events import silent
 from vescale_dtensor._tensor.lineage import pause
 
 # Context variables, as ranks of a simulation are threads of one process.

@@ -2,7 +2,8 @@
 
 All ranks raise, or none does. Whether the others refuse the same call is not asked: they may replay
 it, or be late. The refusal is an event instead, which all ranks come to or none may
-(`_layout/executed.py`): a rank that goes on has another event in its place, and both are told.
+(`_layout/execution_events.py`): a rank that goes on has another event in its place, and both are
+told.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 from vescale_comm import CommMismatchError
 
 from vescale_dtensor._errors import CaptureError
-from vescale_dtensor._layout.executed import record
+from vescale_dtensor._layout.execution_events import record
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
 

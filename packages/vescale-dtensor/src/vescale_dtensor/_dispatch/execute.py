@@ -18,9 +18,9 @@ from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._autograd.redistribution_cache import redistributed_cached
 from vescale_dtensor._dispatch.observers import notify_plan
-from vescale_dtensor._dispatch.overlapping import is_overlap, read_apart, refuse_overlapping
+from vescale_dtensor._dispatch.overlapping_writes import is_overlap, read_apart, refuse_overlapping
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
-from vescale_dtensor._dispatch.ways_back import note_ways_back
+from vescale_dtensor._dispatch.view_inverses import note_ways_back
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.spec import spec_of, with_strides
 from vescale_dtensor._planning.local_context import LocalContext

@@ -26,12 +26,12 @@ from vescale_dtensor._dispatch.execute import (
     refuse_view_of_leaf,
 )
 from vescale_dtensor._dispatch.observers import notify_fallback
-from vescale_dtensor._dispatch.overlapping import copy_into, refuse_overlapping
+from vescale_dtensor._dispatch.overlapping_writes import copy_into, refuse_overlapping
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
-from vescale_dtensor._dispatch.ways_back import note_ways_back
+from vescale_dtensor._dispatch.view_inverses import note_ways_back
 from vescale_dtensor._dispatch.writes import WriteWatch, foretold_writes
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._layout.executed import generator_in, record_if_drawn, state_before
+from vescale_dtensor._layout.execution_events import generator_in, record_if_drawn, state_before
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Replicate
 from vescale_dtensor._layout.spec import order_of, spec_of, with_strides

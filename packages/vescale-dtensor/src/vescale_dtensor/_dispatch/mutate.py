@@ -14,7 +14,7 @@ import torch
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.execute import after_mutation, local_of, refuse_view_of_leaf
-from vescale_dtensor._dispatch.overlapping import copy_into, refuse_overlapping
+from vescale_dtensor._dispatch.overlapping_writes import copy_into, refuse_overlapping
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan, function_name

@@ -10,7 +10,7 @@ from typing import Any
 
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan, function_name
-from vescale_dtensor._tensor.forked import refuse_if_forked
+from vescale_dtensor._tensor.fork_check import refuse_if_forked
 from vescale_dtensor._tensor.observers import Observer, observers
 
 

@@ -21,7 +21,7 @@ from vescale_comm.agreement import by_ranks, gather_numbers
 from vescale_dtensor._autograd.conversion import as_replicated, refuse_transformed
 from vescale_dtensor._dispatch.observers import plain_comparison_mode
 from vescale_dtensor._errors import DisagreementError
-from vescale_dtensor._layout.executed import record, silent
+from vescale_dtensor._layout.execution_events import record, silent
 from vescale_dtensor._layout.first_uses import FirstUses
 from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.notation import short_dtype

@@ -16,7 +16,7 @@ from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.execute import after_mutation
-from vescale_dtensor._dispatch.overlapping import copy_into, refuse_overlapping
+from vescale_dtensor._dispatch.overlapping_writes import copy_into, refuse_overlapping
 from vescale_dtensor._planning.op_call import expanded_dims
 from vescale_dtensor._tensor.copied_views import Scatter, is_copied_only_as
 from vescale_dtensor._tensor.dtensor import DTensor

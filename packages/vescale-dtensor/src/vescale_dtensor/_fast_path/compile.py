@@ -31,7 +31,7 @@ from vescale_dtensor._fast_path.cache import (
     CompiledCall,
 )
 from vescale_dtensor._fast_path.compile_general import compile_general, unless_copy_or_gradient
-from vescale_dtensor._fast_path.forms import Bound, Form, compiled_call
+from vescale_dtensor._fast_path.forms import BoundValues, Form, compiled_call
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._planning.local_context import LocalContext
@@ -200,7 +200,7 @@ def _compiled(
     form = Form(*arguments, bool(call.kwargs), frozenset(step for step in steps if steps[step]))
     # A result made without grad may be the output of a custom Function's forward.
     hidden = table is NO_GRAD
-    return compiled_call(form, Bound(func, call.func, specs[0], hidden, _uses(call, plan)))
+    return compiled_call(form, BoundValues(func, call.func, specs[0], hidden, _uses(call, plan)))
 
 
 def _places_of(call: OpCall) -> tuple[str, tuple[str, ...]] | None:

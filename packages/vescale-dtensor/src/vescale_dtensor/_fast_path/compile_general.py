@@ -14,7 +14,7 @@ from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._fast_path.cache import CompiledCall
-from vescale_dtensor._layout.executed import sampling_of
+from vescale_dtensor._layout.execution_events import sampling_of
 from vescale_dtensor._layout.spec import Spec, spec_of
 from vescale_dtensor._planning.local_context import LocalContext
 from vescale_dtensor._planning.op_call import OpCall

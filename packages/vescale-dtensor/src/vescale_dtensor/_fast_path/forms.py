@@ -20,10 +20,10 @@ from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._autograd.redistribution_cache import redistributed_cached
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.execute import after_mutation
-from vescale_dtensor._dispatch.overlapping import is_overlap
+from vescale_dtensor._dispatch.overlapping_writes import is_overlap
 from vescale_dtensor._fast_path.cache import CompiledCall
 from vescale_dtensor._fast_path.compile_general import wrap_other_dtype
-from vescale_dtensor._layout.executed import sampling_of
+from vescale_dtensor._layout.execution_events import sampling_of
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._planning.plan import OperandUse, function_name
 from vescale_dtensor._tensor.copied_views import (
@@ -129,7 +129,7 @@ class Form(NamedTuple):
     steps: frozenset[str]
 
 
-class Bound(NamedTuple):
+class BoundValues(NamedTuple):
     """What the source of a form is bound to, for the calls of one key.
 
     Attributes:
@@ -147,7 +147,7 @@ class Bound(NamedTuple):
     uses: Sequence[OperandUse]
 
 
-def compiled_call(form: Form, bound: Bound) -> CompiledCall:
+def compiled_call(form: Form, bound: BoundValues) -> CompiledCall:
     """The compiled call of this form for one function and its specs."""
     call: CompiledCall = _factory(form)(*bound)
     return call

@@ -27,7 +27,7 @@ from vescale_dtensor._autograd.function_results import note_plain_target
 from vescale_dtensor._autograd.redistribution_cache import cached_total
 from vescale_dtensor._dispatch.argument_names import named_as_torch_does
 from vescale_dtensor._dispatch.dispatch import dispatch
-from vescale_dtensor._dispatch.foreign import is_for_others
+from vescale_dtensor._dispatch.foreign_tensors import is_for_others
 from vescale_dtensor._dispatch.one_mesh import on_one_mesh
 from vescale_dtensor._dispatch.registry import (
     constants,

@@ -1,4 +1,4 @@
-"""Which table of compiled calls a call is looked up in, by what autograd makes of its operands.
+"""Chooses the table of compiled calls by what autograd makes of the operands.
 
 Asked at each call, so most of these are written out for a number of operands.
 """

@@ -49,11 +49,10 @@ def public_name(func: Callable[..., Any]) -> str:
 def op_support() -> dict[str, Support]:
     """What answers for each function that torch allows to be overridden.
 
-    Returns:
-        Name of the function (`torch.Tensor.add`) -> the family of its rule (`pointwise`); for a
-        function with a handler, the module of that (`metadata`, `refused`); or `fallback`: right,
-        but its sharded operands are replicated first. Each is a string, whose `placements` say how
-        the function fared in the OpInfo sweep of this version; OPS.md shows the same.
+    Returns: Name of the function (`torch.Tensor.add`) -> the family of its rule (`pointwise`); for
+        a function with a handler, the module of that (`metadata`, `unsupported`); or `fallback`:
+        right, but its sharded operands are replicated first. Each is a string, whose `placements`
+        say how the function fared in the OpInfo sweep of this version; OPS.md shows the same.
 
     Examples:
         >>> op_support()["torch.tanh"]

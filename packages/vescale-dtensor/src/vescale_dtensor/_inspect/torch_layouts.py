@@ -51,7 +51,7 @@ class _Unknown(Exception):
     """Nobody knows how torch would have an operand."""
 
 
-class _Compared(CallObserver):
+class _LayoutObserver(CallObserver):
     """The observer behind `layout_differences`."""
 
     def __init__(self) -> None:
@@ -190,6 +190,6 @@ def layout_differences() -> Iterator[list[str]]:
         with layout_differences():
             loss = model(batch).sum()
     """
-    observer = _Compared()
+    observer = _LayoutObserver()
     with observing(observer):
         yield observer.found

@@ -6,8 +6,9 @@
 - `tracing`: a captured program, differentiated and written down on fake tensors.
 - `builder`: nodes that are added to a traced graph by hand.
 - `optimizers`: what torch's optimizers do to one parameter, as operators.
-- `clipping`, `update`, `updated`: clipped gradients, and the step of an optimizer, in the graph.
-- `lowered`: a graph as it is executed, with fewer calls.
+- `clipping`, `update`, `update_graph`: clipped gradients, and the step of an optimizer, in the
+  graph.
+- `lowering`: a graph as it is executed, with fewer calls.
 - `step`: what a user holds: it runs the graph, and sets gradients as a backward would.
 
 The graph has operators of torch on local tensors only: autograd nodes of this package leave their

@@ -1,4 +1,4 @@
-"""What torch's optimizers do to one parameter, as operators: the same ones in the same order.
+"""Writes what torch's optimizers do to one parameter as operators, in the same order.
 
 A rule says which tensors an optimizer keeps of a parameter, which numbers it takes at a step (the
 learning rate, corrections by the number of steps), and which operators it runs. Numbers are inputs

@@ -23,11 +23,11 @@ from vescale_dtensor._capture.program import Program
 from vescale_dtensor._capture.replay_check import agreed
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._joint.clipping import Clip
-from vescale_dtensor._joint.lowered import Lowered
+from vescale_dtensor._joint.lowering import LoweredGraph
 from vescale_dtensor._joint.storage import ParameterStorage
-from vescale_dtensor._joint.tracing import Step, StoredPlaces, Wanted, traced
+from vescale_dtensor._joint.tracing import GradientTarget, Step, StoredPlaces, trace_joint
 from vescale_dtensor._joint.update import Update
-from vescale_dtensor._joint.updated import outermost_first, updated
+from vescale_dtensor._joint.update_graph import outermost_first, with_update
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._torch.compat import any_autocast
@@ -66,7 +66,7 @@ class Joint:
     _executed: Callable[..., Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        executed = Lowered(self.run) if isinstance(self.run, fx.GraphModule) else self.run
+        executed = LoweredGraph(self.run) if isinstance(self.run, fx.GraphModule) else self.run
         object.__setattr__(self, "_executed", executed)
 
     def arguments(self, *args: Any, **kwargs: Any) -> list[Any]:
@@ -137,7 +137,7 @@ class Joint:
                 "joint: with_optimizer() comes first: call it on what joint() returned"
             )
         clip = None if max_norm is None else Clip(max_norm, norm_type)
-        module, update, rest, spec = updated(self, optimizer, clip)
+        module, update, rest, spec = with_update(self, optimizer, clip)
         norm = None if clip is None else (partial(wrap, spec=spec) if spec else _itself)
         return replace(
             self, graph_module=module, run=module, _update=update, _returned=rest, _norm=norm
@@ -312,7 +312,7 @@ def _traced(
     loss, layout = _loss(program)
     sources = tuple(names.get(id(s.holder), s.name) for s in program.sources)
     places = tuple(_places(program, one) for one in stored)
-    module = traced(Step(program.module, sources, loss, layout, wanted, places), arguments)
+    module = trace_joint(Step(program.module, sources, loss, layout, wanted, places), arguments)
     owed = tuple((leaf, one.owed) for leaf, one in zip(leaves, wanted, strict=True))
     gone = {id(leaf) for one in stored for leaf in one.stand_ins}
     held = {
@@ -390,7 +390,7 @@ def _names(function: Any, program: Program) -> dict[int, str]:
 
 def _wanted(
     program: Program, arguments: Sequence[Any], names: dict[int, str]
-) -> tuple[tuple[DTensor, ...], tuple[Wanted, ...]]:
+) -> tuple[tuple[DTensor, ...], tuple[GradientTarget, ...]]:
     """The parameters that get gradients.
 
     Raises:
@@ -417,7 +417,7 @@ def _wanted(
             "the joint graph adds the backward, and sets gradients"
         )
     leaves: list[DTensor] = []
-    wanted: list[Wanted] = []
+    wanted: list[GradientTarget] = []
     for place, (source, value) in enumerate(zip(program.sources, arguments, strict=True)):
         holder = source.holder
         if holder is None:
@@ -433,7 +433,7 @@ def _wanted(
         name = names.get(id(holder), f"parameter_{len(wanted)}")
         _check_leaf(name, holder, state)
         leaves.append(holder)
-        wanted.append(Wanted(name, place, holder._spec.layout, state.partial))
+        wanted.append(GradientTarget(name, place, holder._spec.layout, state.partial))
     if not wanted:
         raise CaptureError("joint: the step uses no parameter that requires grad")
     return tuple(leaves), tuple(wanted)

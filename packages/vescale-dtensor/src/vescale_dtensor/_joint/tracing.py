@@ -25,7 +25,7 @@ from vescale_dtensor._torch.compat import set_grad_mode
 
 
 @dataclass(frozen=True)
-class Wanted:
+class GradientTarget:
     """A parameter whose gradient is wanted.
 
     Attributes:
@@ -78,11 +78,11 @@ class Step:
     names: tuple[str, ...]
     loss: int
     loss_layout: Layout | None
-    wanted: tuple[Wanted, ...]
+    wanted: tuple[GradientTarget, ...]
     stored: tuple[StoredPlaces, ...] = ()
 
 
-def traced(step: Step, arguments: Sequence[Any]) -> fx.GraphModule:
+def trace_joint(step: Step, arguments: Sequence[Any]) -> fx.GraphModule:
     """The joint graph: it takes the program's arguments, and returns its results and gradients.
 
     Behind the arguments it takes the inputs of each storage, in the place of their stand-ins.
@@ -199,7 +199,7 @@ def _stored_totals(
     return totals
 
 
-def _total(one: Wanted, leaf: Tensor, gradient: Tensor, held: set[int]) -> Tensor:
+def _total(one: GradientTarget, leaf: Tensor, gradient: Tensor, held: set[int]) -> Tensor:
     """The complete gradient, as an accumulation into an empty `.grad` leaves it."""
     if one.owed:
         axes = axes_in(one.owed)

@@ -22,7 +22,7 @@ from vescale_dtensor._torch.compat import has_step_hooks, note_step
 
 
 @dataclass(frozen=True)
-class Stepped:
+class UpdatedParameter:
     """A parameter that the graph updates.
 
     Attributes:
@@ -56,7 +56,7 @@ class Update:
 
     optimizer: Optimizer
     rule: OptimizerRule
-    stepped: tuple[Stepped, ...]
+    stepped: tuple[UpdatedParameter, ...]
     clocks: tuple[tuple[int, DTensor], ...]
     members: tuple[tuple[int, ...], ...]
     forms: tuple[tuple[bool, ...], ...]
@@ -150,7 +150,7 @@ def check_hooks(optimizer: Optimizer) -> None:
         )
 
 
-def local_moment(state: Mapping[str, Any], name: str, one: Stepped) -> Tensor:
+def local_moment(state: Mapping[str, Any], name: str, one: UpdatedParameter) -> Tensor:
     """This rank's part of a tensor of the state.
 
     Raises:
@@ -168,7 +168,7 @@ def local_moment(state: Mapping[str, Any], name: str, one: Stepped) -> Tensor:
     )
 
 
-def planned(optimizer: Optimizer, named: Mapping[int, str]) -> Update:
+def plan_update(optimizer: Optimizer, named: Mapping[int, str]) -> Update:
     """How an optimizer is to step these parameters; makes the state of those without one.
 
     Args:
@@ -181,7 +181,7 @@ def planned(optimizer: Optimizer, named: Mapping[int, str]) -> Update:
     rule = rule_of(optimizer)
     check_hooks(optimizer)
     clocks: dict[tuple[int, float], int] = {}
-    found: list[Stepped] = []
+    found: list[UpdatedParameter] = []
     counted: list[tuple[int, DTensor]] = []
     made = Update(optimizer, rule, (), (), members(optimizer), ())
     for index, group in enumerate(optimizer.param_groups):
@@ -196,7 +196,7 @@ def planned(optimizer: Optimizer, named: Mapping[int, str]) -> Update:
             clock = clocks.setdefault(key, len(clocks))
             if clock == len(counted):
                 counted.append((index, leaf))
-            found.append(Stepped(named[id(leaf)], leaf, index, moments, clock))
+            found.append(UpdatedParameter(named[id(leaf)], leaf, index, moments, clock))
     made.stepped, made.clocks = tuple(found), tuple(counted)
     made.forms = tuple(rule.form(group) for group in optimizer.param_groups)
     return made

@@ -8,6 +8,7 @@ and dtype: everything a wrapper knows besides its data).
 - `integers` makes plain ints of the numbers in placements.
 - `mesh` has what this package needs of torch's DeviceMesh; `notation` prints `f32[8@dp, 4@tp]`.
 - `spellings`: one mesh with its axes in another order, and what a layout is on it.
-- `executed` records what the ranks of a mesh execute together; `first_uses` counts first calls.
+- `execution_events` records what the ranks of a mesh execute together; `first_uses` counts first
+  calls.
 - `protocol` and `rng_layout` describe layouts to other packages (`__vescale_layout__`).
 """

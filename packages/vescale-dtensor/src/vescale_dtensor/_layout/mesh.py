@@ -1,4 +1,4 @@
-"""What this package needs of torch's DeviceMesh: names, sizes and coordinates."""
+"""Reads names, sizes and coordinates of torch's DeviceMesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What placements have in common: base classes, and equality with those that torch has."""
+"""Defines base classes of placements, and their equality with those that torch has."""
 
 from __future__ import annotations
 

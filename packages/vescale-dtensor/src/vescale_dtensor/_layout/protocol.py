@@ -50,11 +50,11 @@ class ShardLayout(NamedTuple):
 
 
 def shard_layout(layout: Layout, shape: Shape, local: Tensor) -> ShardLayout:
-    """Describe what this rank owns, stored in `local`; see `described`."""
-    return described(layout, shape, local.stride())
+    """Describe what this rank owns, stored in `local`; see `describe_owned`."""
+    return describe_owned(layout, shape, local.stride())
 
 
-def described(layout: Layout, shape: Shape, strides: Sequence[int]) -> ShardLayout:
+def describe_owned(layout: Layout, shape: Shape, strides: Sequence[int]) -> ShardLayout:
     """Describe what this rank owns of a tensor, in a local tensor of these strides.
 
     Args:

@@ -6,9 +6,9 @@ import torch
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._layout.executed import record_draw
+from vescale_dtensor._layout.execution_events import record_draw
 from vescale_dtensor._layout.layout import Layout, Shape
-from vescale_dtensor._layout.protocol import described
+from vescale_dtensor._layout.protocol import describe_owned
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._torch.worlds import cached
 
@@ -24,7 +24,7 @@ def random_layout(
         local: the local tensor to draw into; its strides tell where each element is stored.
         generator: what is drawn from; None is the default one of the device.
 
-    The ranks' generators are compared at some of the draws: see `executed`.
+    The ranks' generators are compared at some of the draws: see `execution_events`.
 
     Raises:
         CommMismatchError: the ranks' generators differ.
@@ -44,4 +44,4 @@ def rng_layout_of(spec: Spec, strides: Shape) -> vescale_rng.ShardLayout:
 # object would plan again.
 @cached(1024)
 def _random_layout(layout: Layout, shape: Shape, strides: Shape) -> vescale_rng.ShardLayout:
-    return vescale_rng.as_layout(described(layout, shape, strides))
+    return vescale_rng.as_layout(describe_owned(layout, shape, strides))

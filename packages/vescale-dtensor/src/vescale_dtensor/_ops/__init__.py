@@ -1,4 +1,4 @@
-"""What each torch function needs, by family of operators.
+"""Defines rules and handlers of torch functions, by family of operators.
 
 Three kinds of entries have three names:
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from vescale_dtensor._dispatch import registry
-from vescale_dtensor._ops.tensor import memory_identity, metadata, pickling, refused, to_python
+from vescale_dtensor._ops.tensor import memory_identity, metadata, pickling, to_python, unsupported
 
 # Every module in the folders beside this one. It may have `RULES`, function -> rule, or `HANDLERS`,
 # function -> handler, or both. Found and not listed, so that a new file needs no entry here.
@@ -18,7 +18,7 @@ _MODULES = tuple(
 )
 
 # What they handle only asks about a tensor, or is refused: no rule could answer for it.
-_NO_OPERATORS = (memory_identity, metadata, pickling, refused, to_python)
+_NO_OPERATORS = (memory_identity, metadata, pickling, to_python, unsupported)
 
 
 def install() -> None:

@@ -1,4 +1,4 @@
-"""How ranks share attention of sharded sequences, where a user has said so."""
+"""Lets users choose how ranks share attention of sharded sequences."""
 
 from __future__ import annotations
 

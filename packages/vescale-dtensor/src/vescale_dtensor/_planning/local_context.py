@@ -1,4 +1,4 @@
-"""What a rule's own local call is told: the call, its plan, and the layouts in it."""
+"""Gives a rule's own local call the call, its plan, and the layouts in it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def views_on_one_device(call: OpCall) -> Sequence[Tensor] | None:
 
     None if torch refuses the call.
     """
-    with alone(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         result = _called(call, [exact_stand_in(operand) for operand in call.operands])
     return result
 
@@ -59,7 +59,7 @@ def views_without_data(call: OpCall, base: Tensor) -> Sequence[Tensor] | None:
     None if torch refuses the call.
     """
     others = [exact_stand_in(operand) for operand in call.operands[1:]]
-    with alone(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         return _called(call, [base, *others])
 
 
@@ -86,7 +86,7 @@ def _asked(call: OpCall, strategy: Strategy) -> Sequence[Tensor]:
     real = strategy.probe_order in ("real", "zeros") or (
         strategy.elementwise and strategy.local is None
     )
-    with alone(), torch.no_grad(), _no_data(call, real):
+    with without_modes(), torch.no_grad(), _no_data(call, real):
         stand_ins = _stand_ins(call, real, strategy.probe_order != "zeros")
         return _called(call, stand_ins) or ()
 
@@ -106,7 +106,7 @@ def _called(call: OpCall, stand_ins: Sequence[Tensor]) -> Sequence[Tensor] | Non
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def without_modes() -> Iterator[None]:
     """Hide calls from modes: one that records or counts must not see planning as the program."""
     with no_torch_function(), no_dispatch_modes():
         yield

@@ -16,10 +16,10 @@ from vescale_dtensor._layout.placements import Partial, ReduceOp
 from vescale_dtensor._layout.shard_geometry import Box
 from vescale_dtensor._redistribute.exchange import LocalBox
 from vescale_dtensor._redistribute.lower_packed import (
+    copy_own,
     packed_exchange,
     packed_gather,
     packed_scatter,
-    rearranged,
 )
 from vescale_dtensor._redistribute.ownership import (
     OwnershipMap,
@@ -68,7 +68,7 @@ def _narrow(stage: Stage, frame: PlanContext) -> Iterator[Step]:
 def _kept(old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Step:
     """Keep what a rank already holds of what it will own; local."""
     if not (old.plain and new.plain):
-        return rearranged(old, new, frame)
+        return copy_own(old, new, frame)
     source_box = old.box(frame.coordinate)
     # An empty shard may begin anywhere, also outside of what the rank holds.
     kept = overlap(source_box, new.box(frame.coordinate))
@@ -215,7 +215,7 @@ def _pad(stage: Stage, frame: PlanContext) -> Iterator[Step]:
         kept, whole = (grid.box(frame.coordinate) for grid in (old, new))
         yield Pad(start=offset(kept, whole), shape=box_shape(whole), identity_of=around)
     else:
-        yield rearranged(old, new, frame, identity_of=around)
+        yield copy_own(old, new, frame, identity_of=around)
 
 
 def _padded_reduction(stage: Stage, coordinate: Coordinate) -> ReduceOp:

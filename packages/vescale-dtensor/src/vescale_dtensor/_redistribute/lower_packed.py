@@ -34,7 +34,7 @@ def target_regions(pairs: Iterable[Pair]) -> Regions:
     return compact(target for _, target in pairs)
 
 
-def rearranged(
+def copy_own(
     old: OwnershipMap, new: OwnershipMap, frame: PlanContext, *, identity_of: ReduceOp | None = None
 ) -> Step:
     """Copy what this rank both holds and will own to where it belongs; local.

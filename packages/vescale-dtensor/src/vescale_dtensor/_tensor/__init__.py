@@ -7,7 +7,7 @@
 - `copied_views` refuses writes to views that had to be copies, and to their bases.
 - `lineage` is one number for the calls that made a tensor, to be compared over ranks.
 - `observers` is the list of observers (`explain`, `strict`) and how they are notified.
-- `forked` refuses to use DTensors in processes that a rank has forked.
+- `fork_check` refuses to use DTensors in processes that a rank has forked.
 
 Methods that need more than the class itself are in `_api/methods.py`.
 """

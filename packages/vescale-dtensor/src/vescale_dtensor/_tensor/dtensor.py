@@ -56,7 +56,7 @@ class DTensor(torch.Tensor):
     _use_aliases: Any = None
     # Gradient state, once this was used as a leaf: `_autograd.leaf_gradient.LeafGradient`.
     _leaf_gradient: Any = None
-    # What lives as long as this leaf: `_autograd.leaf_holds.LeafHolds`.
+    # What lives as long as this leaf: `_autograd.leaf_references.LeafHolds`.
     _leaf_holds: Any = None
     # On a gradient and its views: the state of the leaf it belongs to, and what reduces it with
     # others. Not weak: a gradient that outlives its leaf is reduced on all ranks, or on none.
@@ -73,7 +73,7 @@ class DTensor(torch.Tensor):
     # unseen.
     _local_escaped: bool = False
     # On gathered values: what `.data` has handed out of them, and where it was assigned, noted for
-    # whoever takes writes back to what is stored. See `_autograd/gathered.py`.
+    # whoever takes writes back to what is stored. See `_autograd/gathered_parameters.py`.
     _data_uses: list[tuple[int, Tensor | None]] | None = None
     # Set where a view had to be a copy: the local tensor of its base. See
     # `_tensor/copied_views.py`.

@@ -1,13 +1,13 @@
-"""Which calls made a tensor, as one number: it is equal on all ranks that made it alike.
+"""Numbers tensors by the calls that made them: equal on all ranks that made them alike.
 
 A result's lineage follows from the function, the spec of the result and the operands' lineages,
 from what is passed besides (`x * 0.5`, `x[3]`, a plain tensor), and from what has written to the
 operands. What enters the program (parameters, data) has that of its global shape, and of a digest
 of what all ranks should hold alike. Where a tensor comes to be communicated, or a backward starts
-from it, ranks compare its lineage (`_layout/executed.py`): a call that one rank left out, or made
-with another shape, shows there even if nothing else differs; and what a rank computes for itself
-shows nowhere. A call that only one rank makes and that flows into what ranks share is a difference
-whatever it computes: `x * 1` as well, but no copy (`_TRANSPARENT`).
+from it, ranks compare its lineage (`_layout/execution_events.py`): a call that one rank left out,
+or made with another shape, shows there even if nothing else differs; and what a rank computes for
+itself shows nowhere. A call that only one rank makes and that flows into what ranks share is a
+difference whatever it computes: `x * 1` as well, but no copy (`_TRANSPARENT`).
 
 Lineages are kept in some of the steps of a program: while the log of a mesh `samples`. Those begin
 and end at the same point on every rank, so that a tensor from before has one lineage everywhere. In
@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm.agreement import digest
 from vescale_comm.nested import tensors_within
 
-from vescale_dtensor._layout.executed import note_numbers, sampling_of, silent
+from vescale_dtensor._layout.execution_events import note_numbers, sampling_of, silent
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import compares_plain, observers

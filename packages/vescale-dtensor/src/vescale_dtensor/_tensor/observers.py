@@ -1,4 +1,4 @@
-"""The list of observers, and what they are told of redistributions.
+"""Keeps the list of observers, and calls them for redistributions.
 
 `_dispatch/observers.py` adds what they are told of calls. While the list is empty, each place that
 reports something costs one look at it.
@@ -15,7 +15,7 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 
 class Observer:
-    """Base class of observers: told of events, does nothing by default.
+    """Base class of observers: called for events, does nothing by default.
 
     Attributes:
         compares_plain: whether to compare plain operands over ranks at every call; False: at none;

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import agreement
 from vescale_comm.nested import tensors_within
 
-from vescale_dtensor._layout.executed import sampling_of, silent
+from vescale_dtensor._layout.execution_events import sampling_of, silent
 from vescale_dtensor._torch.compat import dispatch_modes, no_torch_function
 
 # Odd 64-bit constants (splitmix64's, as signed numbers): multiplication by each is a bijection.

@@ -1,4 +1,4 @@
-"""What this package needs of torch and Python that has nothing to do with distribution.
+"""Collects what this package needs of torch and Python beside distribution.
 
 - `compat` is the list of torch's private API, each entry feature-tested, with its fallback;
   `transforms` is the part of it that tells of torch.func and forward mode.

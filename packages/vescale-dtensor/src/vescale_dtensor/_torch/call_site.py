@@ -1,4 +1,4 @@
-"""Where a call comes from: the user's line, for the words of errors, or a module of torch."""
+"""Finds the user's line that a call comes from, for errors, or a module of torch."""
 
 from __future__ import annotations
 

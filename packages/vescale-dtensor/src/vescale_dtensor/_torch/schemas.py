@@ -1,4 +1,4 @@
-"""What torch's schemas say of a function: names of its arguments, and which of them it writes."""
+"""Reads torch's schemas: names of a function's arguments, and which of them it writes."""
 
 from __future__ import annotations
 

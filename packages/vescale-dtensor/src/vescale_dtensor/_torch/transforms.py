@@ -1,4 +1,4 @@
-"""Whether torch.func or forward mode is at work: private API of torch, feature-tested."""
+"""Tells whether torch.func or forward mode is active: private API of torch, feature-tested."""
 
 from __future__ import annotations
 

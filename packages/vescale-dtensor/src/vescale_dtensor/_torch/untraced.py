@@ -1,4 +1,4 @@
-"""What `torch.compile` is not to look into: it breaks its graph there and calls it as it is."""
+"""Keeps `torch.compile` out of functions: its graph breaks there, and it calls them as is."""
 
 from __future__ import annotations
 

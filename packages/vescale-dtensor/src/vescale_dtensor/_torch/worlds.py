@@ -42,7 +42,7 @@ def cached(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-class _Seen:
+class _SeenWorld:
     """The default process group when a layout was last made, and whether it was let go since."""
 
     world: weakref.ref[Any] | None = None
@@ -59,10 +59,10 @@ def note_world() -> None:
     # The ranks of a simulation are threads with a world each, and neither sockets nor threads.
     if world is None or dist.get_backend(world) == "simulated":
         return
-    before = _Seen.world
+    before = _SeenWorld.world
     if before is not None and before() is world:
         return
-    _Seen.world, _Seen.let_go = weakref.ref(world), False
+    _SeenWorld.world, _SeenWorld.let_go = weakref.ref(world), False
     if before is None:
         gc.callbacks.append(_before_collection)
     else:
@@ -79,6 +79,6 @@ def _before_collection(phase: str, info: dict[str, int]) -> None:
     another one that replaces it, and the same collection frees it: `gc.collect()` does at once.
     """
     full = phase == "start" and info["generation"] == 2
-    if full and not _Seen.let_go and not dist.is_initialized():
-        _Seen.let_go = True
+    if full and not _SeenWorld.let_go and not dist.is_initialized():
+        _SeenWorld.let_go = True
         on_world_change.notify()

@@ -142,7 +142,7 @@ class CommDebugMode:
                 break
 
     def _remove_hooks(self) -> None:
-        """Let go of modules whose forward goes on after the block."""
+        """Forget modules whose forward goes on after the block."""
         for _, _, ending in self._running:
             ending.remove()
         self._running.clear()

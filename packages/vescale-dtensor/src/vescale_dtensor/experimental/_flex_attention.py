@@ -149,7 +149,7 @@ def _require_plain(score_mod: Any, mask_mod: Any, query: DTensor) -> None:
     """Call both once, on every rank, before anything is sent: ranks without rows call neither."""
     like = torch.zeros(1, 1, 1, 1, device=query.to_local().device)
     one = [torch.zeros(1, dtype=torch.int64, device=like.device)] * 4
-    with torch.enable_grad(), _Indexed():
+    with torch.enable_grad(), _IndexingMode():
         for mod, scores in ((score_mod, [like]), (mask_mod, [])):
             found = None if mod is None else _each(mod, bool(scores))(*scores, *one)
             if isinstance(found, DTensor) or (found is not None and found.requires_grad):
@@ -222,7 +222,7 @@ def _modified(scores: Tensor, score_mod: Any, mask_mod: Any, at: _Place) -> Tens
         torch.cat(rows),
         torch.arange(keys, device=device),
     ]
-    with _Indexed():
+    with _IndexingMode():
         if score_mod is not None:
             scores = _each(score_mod, scored=True)(scores, *index)
         if mask_mod is not None:
@@ -239,7 +239,7 @@ def _each(mod: Callable[..., Tensor], scored: bool) -> Callable[..., Tensor]:
     return mod
 
 
-class _Indexed(TorchFunctionMode):
+class _IndexingMode(TorchFunctionMode):
     """Tensors are indexed by tensors without dims as by others: vmap has no `.item()` of them."""
 
     def __torch_function__(

@@ -28,7 +28,7 @@ from vescale_dtensor.rules._check_layouts import Combination, combinations
 from vescale_dtensor.rules._check_report import Outcome, RuleReport, Trial, failure_text
 from vescale_dtensor.rules._check_trial import (
     Difference,
-    Expected,
+    ExpectedResult,
     Mode,
     Sample,
     expected_of,
@@ -211,7 +211,7 @@ class _Work:
     gradients: bool
     seed: int
     tolerance: dict[str, Any]
-    expected: list[Expected] = field(init=False)
+    expected: list[ExpectedResult] = field(init=False)
 
     def __post_init__(self) -> None:
         self.expected = []

@@ -51,7 +51,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedResult:
     """What one device gives for a sample.
 
     Attributes:
@@ -114,7 +114,9 @@ def wants_gradient(sample: Sample) -> list[bool]:
     return asked if any(asked) else [x.is_floating_point() or x.is_complex() for x in operands]
 
 
-def expected_of(func: Callable[..., Any], sample: Sample, gradients: bool, seed: int) -> Expected:
+def expected_of(
+    func: Callable[..., Any], sample: Sample, gradients: bool, seed: int
+) -> ExpectedResult:
     """Run a sample on one device.
 
     Args:
@@ -130,7 +132,7 @@ def expected_of(func: Callable[..., Any], sample: Sample, gradients: bool, seed:
         results = flat(sample.call(func, copies))
     written = any(x._version != version for x, version in zip(copies, versions, strict=True))
     if not gradients:
-        return Expected(results, copies, written, [], [])
+        return ExpectedResult(results, copies, written, [], [])
     wants = wants_gradient(sample)
     leaves = [x.detach().clone().requires_grad_(w) for x, w in _zip(sample.operands, wants)]
     # The same random numbers as in the first run. `x * 1`, since an op may not write to a leaf.
@@ -139,7 +141,7 @@ def expected_of(func: Callable[..., Any], sample: Sample, gradients: bool, seed:
     generator = torch.Generator().manual_seed(seed)
     cotangents = [_cotangent(result, generator) for result in recorded]
     _backward(recorded, cotangents)
-    return Expected(results, copies, written, cotangents, [x.grad for x in leaves])
+    return ExpectedResult(results, copies, written, cotangents, [x.grad for x in leaves])
 
 
 def _seed(seed: int) -> None:
@@ -166,7 +168,7 @@ def _backward(results: Sequence[Any], cotangents: Sequence[Tensor | None]) -> No
 def run_on_mesh(
     func: Callable[..., Any],
     sample: Sample,
-    expected: Expected,
+    expected: ExpectedResult,
     mesh: DeviceMesh,
     combination: Combination,
     mode: Mode,
@@ -217,7 +219,7 @@ def run_on_mesh(
 
 
 def _compare_results(
-    results: list[Any], expected: Expected, mode: Mode, tolerance: Mapping[str, Any]
+    results: list[Any], expected: ExpectedResult, mode: Mode, tolerance: Mapping[str, Any]
 ) -> None:
     """Compare results with one device's: number, kind, metadata, `requires_grad` and values."""
     if len(results) != len(expected.results):
@@ -282,7 +284,7 @@ def _is_dense(one: Tensor) -> bool:
 def _compare_gradients(
     leaves: Sequence[DTensor],
     wants: Sequence[bool],
-    expected: Expected,
+    expected: ExpectedResult,
     tolerance: Mapping[str, Any],
 ) -> None:
     """Compare the complete gradients of all operands that should have one. Collective."""

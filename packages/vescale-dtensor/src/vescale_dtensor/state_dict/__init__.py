@@ -11,7 +11,7 @@ DTensors as they are.
 """
 
 from vescale_dtensor._ops.tensor.pickling import pickled, unpickled_on
-from vescale_dtensor.state_dict._converted import as_torch, full_state_dict
+from vescale_dtensor.state_dict._conversion import as_torch, full_state_dict
 from vescale_dtensor.state_dict._torch_names import (
     get_model_state_dict,
     get_optimizer_state_dict,

@@ -19,7 +19,7 @@ from vescale_comm.agreement import broadcast_text
 from vescale_dtensor._autograd.conversion import distribute_tensor
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor.state_dict._converted import gathered_state
+from vescale_dtensor.state_dict._conversion import gathered_state
 
 Optimizers = Optimizer | Iterable[Optimizer]
 

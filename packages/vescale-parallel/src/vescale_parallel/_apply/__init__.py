@@ -12,6 +12,6 @@ Top to bottom (imports point down):
   by axis name to placements on a mesh.
 - `local_batch`: batches of which every rank passes its own rows.
 - `gradients`: unreduced gradients summed in few, large collectives.
-- `optimizers`, `replaced`: what happens to those who hold the plain parameters.
+- `optimizers`, `replaced_parameters`: what happens to those who hold the plain parameters.
 - `no_sync`: several backwards, whose gradients are reduced once.
 """

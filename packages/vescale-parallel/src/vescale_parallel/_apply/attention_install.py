@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 from vescale_dtensor import AttentionWay, sequence_attention
 
-from vescale_parallel._common.unpickled import Unpickled
+from vescale_parallel._common.pickle_refusal import NotPickled
 
 
-def install_attention(model: nn.Module, way: AttentionWay) -> Within | None:
+def install_attention(model: nn.Module, way: AttentionWay) -> ForwardHooks | None:
     """Let every module that has others inside, and the model, run in `sequence_attention(way)`.
 
     Not the model alone: what a module computes again in backward is not called by it.
@@ -23,7 +23,7 @@ def install_attention(model: nn.Module, way: AttentionWay) -> Within | None:
     """
     if way == "auto":
         return None
-    within = Within(way)
+    within = ForwardHooks(way)
     for module in _surrounded(model).values():
         module.register_forward_pre_hook(within.enter)
         # Also where forward raises, or what follows would run in this way.
@@ -36,7 +36,7 @@ def _surrounded(model: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in named if m is model or next(m.children(), None) is not None}
 
 
-class Within(Unpickled):
+class ForwardHooks(NotPickled):
     """Hooks around forwards of a model's modules; of calls within calls, the inner ends first."""
 
     def __init__(self, way: AttentionWay) -> None:
@@ -65,6 +65,6 @@ class Within(Unpickled):
         stack.close()
         return module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Within:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardHooks:
         """That of a copied model."""
-        return Within(self._way)
+        return ForwardHooks(self._way)

@@ -1,4 +1,4 @@
-"""What modules compute with besides parameters and buffers: their plain attributes, in words.
+"""Describes plain attributes that modules compute with, beside parameters and buffers.
 
 A dropout of 0.1 here and 0.2 there, or another `eps`, gives every rank a loss, and none of them one
 device's. What cannot be compared between processes (objects that print an address), and what may

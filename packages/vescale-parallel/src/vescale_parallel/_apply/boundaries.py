@@ -13,11 +13,11 @@ from vescale_comm.nested import Copied, map_tensors, named_tensors_within
 from vescale_dtensor import DTensor, Placement, Replicate, untraced
 
 from vescale_parallel._apply.placements import placements
-from vescale_parallel._apply.written_back import WrittenBack
+from vescale_parallel._apply.write_back import WrittenBack
 from vescale_parallel._common.agreement import checksum, require_same
 from vescale_parallel._common.mesh import mesh_ranks, mesh_sizes
+from vescale_parallel._common.pickle_refusal import NotPickled
 from vescale_parallel._common.torch_compat import no_torch_function
-from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.arguments import argument_names, place_arguments, place_results
 from vescale_parallel._notation.layout import Chosen, RuleLayout
@@ -50,7 +50,7 @@ def install_boundary(module: nn.Module, row: BoundaryRow, mesh: DeviceMesh) -> N
         module.register_forward_hook(leave.result)
 
 
-class _Redistribute(Unpickled):
+class _Redistribute(NotPickled):
     """One side of one rule, as the hooks of one module."""
 
     def __init__(
@@ -113,7 +113,7 @@ class _Redistribute(Unpickled):
         return self
 
 
-class DistributeBatch(Unpickled):
+class DistributeBatch(NotPickled):
     """The root's forward pre-hook: plain tensors become shards of the global batch.
 
     The first batches are compared between ranks, because passing each rank its own shard where the

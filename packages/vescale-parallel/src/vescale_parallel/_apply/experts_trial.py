@@ -1,4 +1,4 @@
-"""Whether a module that a plan names as experts may be taken apart: found out by a trial.
+"""Tries whether a module that a plan names as experts may be divided over ranks.
 
 Tokens are sent to the rank of each expert that they chose, each with a weight of one, and what
 comes back is weighed and added. That is what one device computes only if the module's result is
@@ -28,7 +28,7 @@ _TOLERANCE, _TOLERANCE_OF_HALVES = 1e-3, 5e-2
 _MOST_DEFERRED = 1 << 28
 
 
-class _Given(NamedTuple):
+class _TrialArguments(NamedTuple):
     """The arguments of a trial; `at`: the position of the choices among those of the module."""
 
     hidden: Tensor
@@ -42,9 +42,9 @@ class _Given(NamedTuple):
         found: Tensor = type(module).forward(module, self.hidden, *both)
         return found
 
-    def rows(self, which: Any) -> _Given:
+    def rows(self, which: Any) -> _TrialArguments:
         """The same of some tokens only."""
-        return _Given(self.hidden[which], self.chosen[which], self.weights[which], self.at)
+        return _TrialArguments(self.hidden[which], self.chosen[which], self.weights[which], self.at)
 
 
 def why_not_apart(module: nn.Module, kind: Kind, counts: Sequence[int]) -> str | None:
@@ -107,7 +107,7 @@ def _compared(
     kind: Kind,
     counts: Sequence[int],
     own: Mapping[str, Tensor],
-    given: _Given,
+    given: _TrialArguments,
     wanted: Tensor,
 ) -> str | None:
     """Why parts do not give what the whole gave, in words."""
@@ -136,7 +136,11 @@ def _compared(
 
 
 def _in_parts(
-    inside: nn.Module, kind: Kind, counts: Sequence[int], own: Mapping[str, Tensor], given: _Given
+    inside: nn.Module,
+    kind: Kind,
+    counts: Sequence[int],
+    own: Mapping[str, Tensor],
+    given: _TrialArguments,
 ) -> Tensor:
     """What ranks would say together."""
     said = torch.zeros_like(given.hidden).unsqueeze(1).repeat(1, given.chosen.shape[1], 1)
@@ -152,11 +156,11 @@ def _in_parts(
         ids = (given.chosen[here] - start).view(-1, 1)
         ones = torch.ones_like(rows[:, :1])
         twin = local_twin(inside, part, count)
-        said[here] = _Given(rows, ids, ones, given.at).call(twin).to(said.dtype)
+        said[here] = _TrialArguments(rows, ids, ones, given.at).call(twin).to(said.dtype)
     return combined(said, given.chosen, given.weights, kind.experts, kind.ordered)
 
 
-def _possible(kind: Kind, own: Mapping[str, Tensor]) -> Iterator[_Given]:
+def _possible(kind: Kind, own: Mapping[str, Tensor]) -> Iterator[_TrialArguments]:
     """Arguments that such a module may take: the width is one of the dims of its stacks."""
     stack = own[kind.stacks[0]]
     widths = dict.fromkeys(size for name in kind.stacks for size in own[name].shape[1:])
@@ -170,7 +174,7 @@ def _possible(kind: Kind, own: Mapping[str, Tensor]) -> Iterator[_Given]:
         hidden = torch.randn(len(index), width, generator=made, device="cpu").to(stack)
         weights = torch.rand(index.shape, generator=made, device="cpu").to(stack)
         for at in (1, 2):
-            yield _Given(hidden, index, weights, at)
+            yield _TrialArguments(hidden, index, weights, at)
 
 
 def _is_deferred(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What `parallelize` is given, in words that ranks can compare: mesh, plan, model, random state.
+"""Describes the arguments of `parallelize` so that ranks can compare them.
 
 Nothing here raises or communicates: a rank whose model cannot be described says that instead, and
 still comes to the comparison in which the others wait.
@@ -22,8 +22,8 @@ from vescale_parallel._common.agreement import UNDESCRIBED, checksum
 from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import numbers
-from vescale_parallel._deferred.described import digest_of
 from vescale_parallel._deferred.recording import DeferredTensor, value_of
+from vescale_parallel._deferred.value_digest import digest_of
 
 ADVICE: Final = {
     "mesh": "Every rank of a mesh passes that mesh, as mesh(dp=..., tp=...) makes it.",
@@ -104,17 +104,19 @@ def _described(describe: Callable[[], dict[str, str]]) -> dict[str, str]:
         return {UNDESCRIBED: f"{type(error).__name__}: {error}"}
 
 
-def _plan(plan: Any) -> dict[str, str]:
-    facts = {}
-    for name, value in dataclasses.asdict(plan).items():
-        if isinstance(value, dict):
+def _plan(plan: Any, within: str = "") -> dict[str, str]:
+    facts: dict[str, str] = {}
+    for field in dataclasses.fields(plan):
+        name, value = within + field.name, getattr(plan, field.name)
+        if dataclasses.is_dataclass(value):
+            facts |= _plan(value, f"{name}.")
+        elif isinstance(value, dict):
             # The order counts: the first rule that matches wins.
             for position, (glob, layout) in enumerate(value.items(), 1):
-                # A function prints its address, which differs between processes.
-                said = getattr(layout, "__qualname__", None) or repr(layout)
-                facts[f"{name} {glob}"] = f"{said} (rule {position})"
+                facts[f"{name} {glob}"] = f"{layout!r} (rule {position})"
         else:
-            facts[name] = repr(value)
+            # A function prints its address, which differs between processes.
+            facts[name] = getattr(value, "__qualname__", None) or repr(value)
     return facts
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vescale_comm import all_reduce_bucketed, group_of
-from vescale_dtensor import DTensor, PendingGradient, RaggedShard, reduce_gradients
+from vescale_dtensor import DTensor, RaggedShard
+from vescale_dtensor.storage import PendingGradient, reduce_gradients
 
 BUCKET_BYTES: Final = 25 * 2**20
 """Default cap of a bucket: large enough to use the wire, small enough to be a modest copy."""

@@ -14,12 +14,12 @@ from vescale_comm.nested import Copied, map_tensors, named_tensors_within
 from vescale_dtensor import DTensor, RaggedShard, Replicate, untraced
 
 from vescale_parallel._apply.placements import placements
-from vescale_parallel._apply.written_back import WrittenBack
+from vescale_parallel._apply.write_back import WrittenBack
 from vescale_parallel._common.agreement import checksum, require_same
 from vescale_parallel._common.mesh import mesh_ranks, mesh_sizes
+from vescale_parallel._common.pickle_refusal import NotPickled
 from vescale_parallel._common.rows import row_counts, shard_of, sharing_axes
 from vescale_parallel._common.torch_compat import no_torch_function
-from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._errors import DisagreementError, PlanError
 from vescale_parallel._notation.layout import RuleLayout
 
@@ -43,7 +43,7 @@ _REPLICAS: Final = (
 )
 
 
-class LocalBatch(Unpickled):
+class LocalBatch(NotPickled):
     """The root's forward pre-hook: plain tensors are this rank's rows of the global batch.
 
     The global batch is that of all ranks' rows in the order of the ranks. Forms and numbers of rows

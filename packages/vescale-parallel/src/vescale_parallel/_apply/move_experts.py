@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vescale_dtensor import DTensor, RaggedShard, set_gradient_reducer
+from vescale_dtensor import DTensor, RaggedShard
+from vescale_dtensor.storage import set_gradient_reducer
 
 from vescale_parallel._apply.gradients import BUCKET_BYTES, BucketedReducer
 from vescale_parallel._apply.optimizers import Distribute, optimizers_of, take_over
@@ -130,7 +131,7 @@ def _counts(name: str, forward: ExpertsForward, load: Any, most: int | None) -> 
 
 @torch.no_grad()
 def _emptied(stack: nn.Parameter) -> None:
-    """Give back the memory of a parameter that was replaced; whoever computes with it is told."""
+    """Give back the memory of a parameter that was replaced; computing with it raises."""
     stack.data = stack.detach()[:0]
 
 

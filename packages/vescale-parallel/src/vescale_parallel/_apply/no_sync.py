@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
-from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.schedule import zero_schedule_of
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
@@ -25,5 +25,5 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
                 loss(model(part)).backward()
         loss(model(parts[-1])).backward()
     """
-    schedule = getattr(model, SCHEDULE, None)
-    return schedule.no_sync() if isinstance(schedule, Schedule) else nullcontext()
+    schedule = zero_schedule_of(model)
+    return schedule.no_sync() if schedule is not None else nullcontext()

@@ -6,9 +6,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from vescale_dtensor import Placement, distribute_tensor, set_gradient_reducer, sum_whole
+from vescale_dtensor import Placement, distribute_tensor
+from vescale_dtensor.storage import set_gradient_reducer, sum_whole
 
-from vescale_parallel._apply.attention_install import Within, install_attention
+from vescale_parallel._apply.attention_install import ForwardHooks, install_attention
 from vescale_parallel._apply.boundaries import DistributeBatch, install_boundary
 from vescale_parallel._apply.experts_install import install_experts, install_local_rows
 from vescale_parallel._apply.gradients import (
@@ -27,13 +28,13 @@ from vescale_parallel._apply.pipeline_install import (
     stage_placements,
 )
 from vescale_parallel._apply.preflight import preflight
-from vescale_parallel._apply.replaced import retire
+from vescale_parallel._apply.replaced_parameters import retire
 from vescale_parallel._apply.zero_install import StoredPlacements, install_zero, stored_placements
-from vescale_parallel._check.gathered import install_gather_watch
+from vescale_parallel._check.gathers import install_gather_watch
 from vescale_parallel._check.report import Report
 from vescale_parallel._checkpoint.install import Budget, install_regions
 from vescale_parallel._common.gradient_dtypes import keep_gradient_dtype
-from vescale_parallel._common.interrupted import let_end
+from vescale_parallel._common.interrupts import let_end
 from vescale_parallel._common.mesh import mesh_sizes
 from vescale_parallel._deferred.distributed import distributed
 from vescale_parallel._deferred.models import attributes_of, materialize_rest
@@ -43,13 +44,14 @@ from vescale_parallel._invariant.step import InvariantStep
 from vescale_parallel._notation.batch import TOKENS
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._plan.data import device_memory
+from vescale_parallel._plan.fields import as_zero
 from vescale_parallel._plan.plan import Plan
 from vescale_parallel._static.units import install_compile_entries, install_static
-from vescale_parallel._step.distribute_batch import BATCH
-from vescale_parallel._step.forward_backward import STEP
+from vescale_parallel._step.distribute_batch import install_distribution
+from vescale_parallel._step.forward_backward import install_step
 from vescale_parallel._zero.host import HOST
-from vescale_parallel._zero.recomputed import recomputation_of
-from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.recomputation import recomputation_of
+from vescale_parallel._zero.schedule import zero_schedule_of
 
 
 def parallelize(
@@ -118,11 +120,11 @@ def parallelize(
         install_experts(model, here, where.mesh)
         install_local_rows(model, here, where.mesh)
     if isinstance(where, StoredPlacements):
-        install_zero(model, report, where, plan.prefetch)
+        install_zero(model, report, where, as_zero(plan.zero).prefetch)
     within = install_attention(model, plan.sequence)
     scene = None
     if isinstance(where, StagePlacements):
-        scene = install_stages(model, here, mesh, where, plan.prefetch)
+        scene = install_stages(model, here, mesh, where, as_zero(plan.zero).prefetch)
     if scene is None:
         _install_whole_forwards(model, static, check)
     # Around what is captured: a recomputation then replays it, too.
@@ -238,7 +240,7 @@ def _install_hooks(model: nn.Module, mesh: DeviceMesh, report: Report, batch_is:
         else:
             distribute = DistributeBatch(report.batch, mesh, compares=report.split is None)
         model.register_forward_pre_hook(distribute, with_kwargs=True)
-        setattr(model, BATCH, distribute)
+        install_distribution(model, distribute)
         if report.split is None:
             sizes = mesh_sizes(mesh)
             shared = [axis for axis, dim in report.batch.dims if dim is not None and axis != TOKENS]
@@ -263,11 +265,11 @@ def _install_checkpoint(model: nn.Module, mesh: DeviceMesh, report: Report) -> N
         model.register_forward_pre_hook(budget, with_kwargs=True)
 
 
-def _install_ends(model: nn.Module, within: Within | None) -> None:
+def _install_ends(model: nn.Module, within: ForwardHooks | None) -> None:
     """Around all that forwards are by now: let what they have begun be ended by an interrupt."""
-    schedule = getattr(model, SCHEDULE, None)
+    schedule = zero_schedule_of(model)
     ends: dict[str, list[Callable[[], None]]] = {}
-    if isinstance(schedule, Schedule):
+    if schedule is not None:
         ends = {name: [end] for name, end in schedule.ends().items()}
     own = {} if within is None else within.ends(model)
     for name, end in own.items():
@@ -282,8 +284,8 @@ def _install_invariant(
     invariant = report.invariant
     if invariant is None:
         return
-    schedule = getattr(model, SCHEDULE, None)
+    schedule = zero_schedule_of(model)
     if isinstance(where, StoredPlacements) and report.buffers:
         # Norms that anybody takes of stored gradients, as torch's clipping and Adafactor do.
         sum_whole(where.stored, invariant.axes)
-    setattr(model, STEP, InvariantStep(model, invariant, mesh, schedule, report.over))
+    install_step(model, InvariantStep(model, invariant, mesh, schedule, report.over))

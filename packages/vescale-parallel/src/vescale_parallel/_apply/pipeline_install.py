@@ -21,28 +21,28 @@ from vescale_parallel._apply.zero_install import (
 )
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh_sizes
+from vescale_parallel._common.mesh_axes import with_axes
 from vescale_parallel._common.optimizer_hooks import Watcher, watch_steps
-from vescale_parallel._common.rearranged import rearranged
 from vescale_parallel._notation.batch import dim_of_rows
 from vescale_parallel._notation.rows import ParameterRow
-from vescale_parallel._pipeline.held import HeldParameters, is_plain
-from vescale_parallel._pipeline.local_steps import LocalSteps
-from vescale_parallel._pipeline.messages import Lines, lanes_of
 from vescale_parallel._pipeline.microbatches import MicrobatchStep
-from vescale_parallel._pipeline.rules import AXIS
-from vescale_parallel._pipeline.scene import Scene
-from vescale_parallel._pipeline.split import Split
+from vescale_parallel._pipeline.plan.rules import AXIS
+from vescale_parallel._pipeline.plan.split import Split
+from vescale_parallel._pipeline.run.local_steps import LocalSteps
+from vescale_parallel._pipeline.run.messages import Lines, lanes_of
+from vescale_parallel._pipeline.run.rank_stages import RankStages
+from vescale_parallel._pipeline.run.stage_parameters import HeldParameters, is_plain
 from vescale_parallel._pipeline.step import StagedStep
-from vescale_parallel._pipeline.streams import Streams
+from vescale_parallel._pipeline.trace.streams import Streams
 from vescale_parallel._pipeline.units import install_units
 from vescale_parallel._static.units import (
     finish_static_blocks,
     install_static_blocks,
     tell_compilers,
 )
-from vescale_parallel._step.forward_backward import STEP
+from vescale_parallel._step.forward_backward import install_step
 from vescale_parallel._zero.owner_steps import RefusedMuon
-from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.schedule import zero_schedule_of
 from vescale_parallel._zero.unit import Unit
 from vescale_parallel._zero.units import ROOT
 
@@ -96,7 +96,7 @@ def stage_placements(mesh: DeviceMesh, report: Report) -> StagePlacements:
         return _with_shares(mesh, report, report.split, others)
     # Activations need a mesh as well; that of a stage of one rank has one axis of one.
     axes: dict[str, tuple[str, ...]] = {name: (name,) for name in others} or {"dp": ()}
-    stored = rearranged(mesh, {**axes, AXIS: (AXIS,)})
+    stored = with_axes(mesh, {**axes, AXIS: (AXIS,)})
     return StagePlacements(stored[tuple(axes)], stored, report.split.owners, {})
 
 
@@ -106,7 +106,7 @@ def _with_shares(
     rest = {name: (name,) for name in others if name != report.over}
     # Stages outermost, then the shards of `zero`: number `stage * shards + shard` on the joint
     # axis, which is the order of `shares` below.
-    stored = rearranged(mesh, {**rest, f"{AXIS}_{report.over}": (AXIS, report.over)})
+    stored = with_axes(mesh, {**rest, f"{AXIS}_{report.over}": (AXIS, report.over)})
     stages = mesh_sizes(mesh)[AXIS]
     shares = {}
     for rank, buffers in enumerate(split.buffers):
@@ -159,21 +159,23 @@ def _absent(split: Split, rank: int) -> set[str]:
     return held_elsewhere & set(split.stem)
 
 
-def capture_stages(scene: Scene, check: bool | str | None) -> None:
+def capture_stages(scene: RankStages, check: bool | str | None) -> None:
     """Let the blocks of this rank's stages be captured once and replayed.
 
     Args:
         scene: of the model.
         check: which replays are compared with the blocks, see `parallelize`.
     """
-    held: Any = scene.held
     # With `zero` nothing is held beside its units, which swap by hooks.
-    holder = held if isinstance(held, HeldParameters) else getattr(scene.model, SCHEDULE)
+    holder = scene.held if isinstance(scene.held, HeldParameters) else zero_schedule_of(scene.model)
+    assert holder is not None
     units: list[Unit] = holder.units
     install_static_blocks(scene.model, scene.own_blocks, units, scene.mesh, check)
 
 
-def install_steps(model: nn.Module, here: Report, mesh: DeviceMesh, scene: Scene | None) -> None:
+def install_steps(
+    model: nn.Module, here: Report, mesh: DeviceMesh, scene: RankStages | None
+) -> None:
     """Let `forward_backward` know how steps of the model are made. Collective.
 
     Args:
@@ -188,7 +190,7 @@ def install_steps(model: nn.Module, here: Report, mesh: DeviceMesh, scene: Scene
         lanes = [group_of(mesh, AXIS, lane=at) for at in used]
         lines = Lines(lanes, numbers, mesh.device_type)
         step = StagedStep(scene, lines, mesh, dim_of_rows(here.batch, here.over))
-        setattr(model, STEP, step)
+        install_step(model, step)
         install_units(scene, step)
         # Around it all, where a compiler comes first.
         tell_compilers(model)
@@ -197,12 +199,12 @@ def install_steps(model: nn.Module, here: Report, mesh: DeviceMesh, scene: Scene
         finish_static_blocks(model, scene.own_blocks, lambda: scene.collects, is_plain=plain)
     elif here.microbatches > 1:
         rows = dim_of_rows(here.batch, here.over)
-        setattr(model, STEP, MicrobatchStep(model, here.microbatches, rows))
+        install_step(model, MicrobatchStep(model, here.microbatches, rows))
 
 
 def install_stages(
     model: nn.Module, here: Report, mesh: DeviceMesh, where: StagePlacements, ahead: int | str
-) -> Scene:
+) -> RankStages:
     """Let modules have the parameters of this rank's stages while these run.
 
     Args:
@@ -236,7 +238,7 @@ def install_stages(
     absent = frozenset(_absent(split, rank))
     streams = Streams(mesh.device_type)
     how: Any = {"behind": behind, "watcher": watcher}
-    return Scene(model, split, where.mesh, rank, held, streams, absent, **how)
+    return RankStages(model, split, where.mesh, rank, held, streams, absent, **how)
 
 
 def _held_behind(
@@ -247,8 +249,8 @@ def _held_behind(
     The unit itself is swapped in where backward comes to what the model returns, which is on the
     last stage only.
     """
-    zero = getattr(model, SCHEDULE, None)
-    assert isinstance(zero, Schedule)
+    zero = zero_schedule_of(model)
+    assert zero is not None
     root = zero.root
     rest = root.held[sum(len(one.parameters) for one in root.buffers) :]
     return HeldParameters(rest, mesh) if rest and here.regions else nullcontext()

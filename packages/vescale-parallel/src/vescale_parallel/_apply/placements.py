@@ -1,4 +1,4 @@
-"""From layouts by axis name to the placements of a tensor on a mesh."""
+"""Converts layouts by axis name to the placements of a tensor on a mesh."""
 
 from collections.abc import Sequence
 from typing import Any

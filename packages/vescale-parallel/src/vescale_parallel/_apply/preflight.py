@@ -1,4 +1,4 @@
-"""Everything that is asked before `parallelize` changes anything, and agreed upon by all ranks.
+"""Checks everything that `parallelize` needs before it changes a model, on all ranks.
 
 A rank that found a problem does not raise at once: the others would wait for it in the comparison
 for ever. It takes part in the comparison, and then all ranks raise.

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from vescale_parallel._common.interrupted import Interruptible
+from vescale_parallel._common.interrupts import Interruptible
 
 
 def through_forward(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:

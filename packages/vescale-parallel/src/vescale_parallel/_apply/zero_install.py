@@ -1,4 +1,4 @@
-"""From a report to a model whose parameters are stored as shards: the steps of `parallelize`."""
+"""Installs parameters that are stored as shards, as a report says: steps of `parallelize`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vescale_dtensor import Placement, RaggedShard
 from vescale_parallel._apply.placements import placements
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh_sizes
-from vescale_parallel._common.rearranged import rearranged
+from vescale_parallel._common.mesh_axes import with_axes
 from vescale_parallel._notation.layout import RuleLayout, block_sizes
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._zero import host
@@ -22,8 +22,8 @@ from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.gather_log import GatherLog
 from vescale_parallel._zero.offload import OPTIMIZER
 from vescale_parallel._zero.resolve import BufferRow
-from vescale_parallel._zero.schedule import SCHEDULE, Schedule
-from vescale_parallel._zero.unit import Held, Unit
+from vescale_parallel._zero.schedule import Schedule, install_schedule
+from vescale_parallel._zero.unit import Unit, UnitParameter
 from vescale_parallel._zero.units import ROOT
 
 
@@ -82,7 +82,7 @@ def stored_placements(
 def _with_last(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     names = list(mesh_sizes(mesh))
     order = [*(name for name in names if name != axis), axis]
-    return mesh if order == names else rearranged(mesh, {name: (name,) for name in order})
+    return mesh if order == names else with_axes(mesh, {name: (name,) for name in order})
 
 
 def install_zero(
@@ -129,13 +129,14 @@ def install_zero(
         )
         for name in names
     ]
-    behind = 0 if report.behind is None else report.behind.units
+    units_ahead = 0 if report.reduce_ahead is None else report.reduce_ahead.units
     # As the plan leaves open. Stages have units of their own, which others do not wait for.
-    sums = report.behind is not None and report.behind.is_chosen and is_alike
-    how: Any = {"joins": isinstance(ahead, str), "behind": behind, "sums_together": sums}
+    sums = report.reduce_ahead is not None and report.reduce_ahead.is_chosen and is_alike
+    how: Any = {"joins": isinstance(ahead, str), "sums_together": sums}
+    how["reduce_ahead"] = units_ahead
     how["is_alike"] = is_alike
     schedule = Schedule(units, 1 if isinstance(ahead, str) else ahead, log, **how)
-    setattr(model, SCHEDULE, schedule)
+    install_schedule(model, schedule)
     schedule.install([model.get_submodule(unit.name) for unit in units])
 
 
@@ -176,7 +177,7 @@ def cast_buffers(model: nn.Module, report: Report) -> None:
         buffers[name].data = buffers[name].data.to(dtype)
 
 
-def held_of(model: nn.Module, row: ParameterRow, mesh: DeviceMesh) -> Held:
+def held_of(model: nn.Module, row: ParameterRow, mesh: DeviceMesh) -> UnitParameter:
     places = tuple(
         (model.get_submodule(prefix), name)
         for prefix, _, name in (full.rpartition(".") for full in row.names)
@@ -184,7 +185,7 @@ def held_of(model: nn.Module, row: ParameterRow, mesh: DeviceMesh) -> Held:
     where = placements(row.layout, mesh, len(row.global_shape))
     # Where the plan says nothing, values keep the dtype of what is stored, also after `.double()`.
     compute = row.compute if row.compute != row.dtype else None
-    return Held(row.name, model.get_parameter(row.name), places, where, compute)
+    return UnitParameter(row.name, model.get_parameter(row.name), places, where, compute)
 
 
 def own_shape(layout: RuleLayout, shape: tuple[int, ...], mesh: DeviceMesh) -> tuple[int, ...]:

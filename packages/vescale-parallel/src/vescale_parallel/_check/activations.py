@@ -1,4 +1,4 @@
-"""What forward keeps for backward on a rank, by the cost model, with what the plan recomputes."""
+"""Estimates what forward keeps for backward on a rank, with what the plan recomputes."""
 
 import math
 from bisect import bisect_left

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_parallel._check.gathered import gathered_rows
+from vescale_parallel._check.gathers import gather_rows
 from vescale_parallel._check.parsed_rules import Rules
 from vescale_parallel._check.report import Report
 from vescale_parallel._checkpoint.resolve import RegionRow, regions_of
@@ -33,13 +33,13 @@ from vescale_parallel._notation.glob import (
 )
 from vescale_parallel._notation.layout import Chosen, RuleLayout, local_shape, some_rank_is_empty
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
-from vescale_parallel._pipeline.rules import AXIS
-from vescale_parallel._pipeline.split import Split, split_model
+from vescale_parallel._pipeline.plan.rules import AXIS
+from vescale_parallel._pipeline.plan.split import Split, split_model
 from vescale_parallel._static.units import captured_units
 from vescale_parallel._zero import host
-from vescale_parallel._zero.behind import behind_of
 from vescale_parallel._zero.dtypes import cast_buffers_of, dtype_notes, with_dtypes
 from vescale_parallel._zero.offload import offload_notes, wanted_offload, with_offload
+from vescale_parallel._zero.reduce_ahead import reduce_ahead_of
 from vescale_parallel._zero.resolve import buffers_of, levels_of, notes_of, with_units
 
 
@@ -94,11 +94,13 @@ def check_rules(
         ),
         buffers=buffers,
         over=rules.zero.over,
-        behind=behind_of(rules.zero.behind, buffers) if buffers and split is None else None,
+        reduce_ahead=reduce_ahead_of(rules.zero.reduce_ahead, buffers)
+        if buffers and split is None
+        else None,
         prefetch=1 if rules.zero.prefetch is None else rules.zero.prefetch,
         cast_buffers=cast_buffers_of(rules.zero, model),
         captured=tuple(captured_units(model)),
-        gathered=gathered_rows(model),
+        gathers=gather_rows(model),
         regions=tuple(regions),
         budget=rules.checkpoint.budget,
         split=split,
@@ -167,7 +169,7 @@ def _gathered_at_once(
         elif one.rule or one.axes:
             problems.append(
                 f"experts at '{one.module}' with zero: {listed(within)} inside would be gathered "
-                f"alone. Name units around the experts: units={(one.module,)!r}."
+                f"alone. Name units around the experts: Zero(units={(one.module,)!r})."
             )
     return kept, problems
 

@@ -12,7 +12,7 @@ from vescale_parallel._experts.rules import ExpertRules
 from vescale_parallel._local_rows.resolve import globs_of
 from vescale_parallel._notation.glob import expand_braces
 from vescale_parallel._notation.layout import Boundary, RuleLayout, parse_boundary, parse_layout
-from vescale_parallel._pipeline.rules import AXIS, PipelineRules
+from vescale_parallel._pipeline.plan.rules import AXIS, PipelineRules
 from vescale_parallel._zero.rules import ZeroRules
 
 
@@ -50,7 +50,7 @@ class Rules:
         if self.batch is not None:
             named[f"batch '{self.batch}'"] = self.batch.axes
         if self.zero.is_used:
-            named[f"over '{self.zero.over}'"] = (self.zero.over,)
+            named[f"zero.over '{self.zero.over}'"] = (self.zero.over,)
         if self.pipeline.is_used:
             named["pipeline"] = (AXIS,)
         for glob, axes in {"*": self.experts.axes, **self.experts.globs}.items():

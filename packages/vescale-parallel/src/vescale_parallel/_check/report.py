@@ -1,4 +1,4 @@
-"""What `plan.check` returns: the plan, resolved for one model and one mesh."""
+"""Defines the result of `plan.check`: the plan, resolved for one model and one mesh."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,8 +14,8 @@ from vescale_parallel._check.activations import (
     sequence_parallel,
     sharing,
 )
-from vescale_parallel._check.gathered import GatheredRow, gathered_table
-from vescale_parallel._check.staged import staged_cost
+from vescale_parallel._check.gathers import GatherRow, gather_table
+from vescale_parallel._check.stage_costs import staged_cost
 from vescale_parallel._checkpoint.resolve import RegionRow
 from vescale_parallel._common.messages import dtype_name, human_bytes, listed, table
 from vescale_parallel._cost import (
@@ -23,7 +23,7 @@ from vescale_parallel._cost import (
     Cost,
     Piece,
     Precision,
-    Scene,
+    StepPlace,
     Workload,
     estimate,
     packed_bytes,
@@ -34,10 +34,10 @@ from vescale_parallel._experts.resolve import ExpertsRow, experts_table
 from vescale_parallel._invariant.resolve import InvariantRow
 from vescale_parallel._notation.layout import RuleLayout
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
-from vescale_parallel._pipeline.split import Split
+from vescale_parallel._pipeline.plan.split import Split
 from vescale_parallel._static.units import CapturedUnit
-from vescale_parallel._zero.behind import Behind, fitting
 from vescale_parallel._zero.offload import memory_table
+from vescale_parallel._zero.reduce_ahead import ReduceAhead, fitting
 from vescale_parallel._zero.resolve import BufferRow, buffer_table
 
 
@@ -54,7 +54,7 @@ class Report:
         notes: what is legal but may surprise.
         buffers: the flat buffers that hold the parameters with a `zero` level.
         over: the axis that those are sharded over.
-        behind: of how many units gradients are on their way at a time; None where it is no
+        reduce_ahead: of how many units gradients are on their way at a time; None where it is no
             question: without buffers, in stages, and of logical shards.
         prefetch: how many units are gathered ahead.
         cast_buffers: buffers of modules that are stored in another dtype, by name.
@@ -69,7 +69,7 @@ class Report:
         sequence: how attention of sharded sequences runs.
         captured: of a model that `parallelize(..., static=True)` returned, what became of each of
             its units so far.
-        gathered: of a parallelised model that has run, activations that its first forward gathered.
+        gathers: of a parallelised model that has run, activations that its first forward gathered.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -80,7 +80,7 @@ class Report:
     notes: tuple[str, ...]
     buffers: tuple[BufferRow, ...] = ()
     over: str = ""
-    behind: Behind | None = None
+    reduce_ahead: ReduceAhead | None = None
     prefetch: int = 1
     cast_buffers: tuple[tuple[str, torch.dtype], ...] = ()
     regions: tuple[RegionRow, ...] = ()
@@ -93,7 +93,7 @@ class Report:
     local_rows: tuple[str, ...] = ()
     captured: tuple[CapturedUnit, ...] = ()
     sequence: str = "auto"
-    gathered: tuple[GatheredRow, ...] = ()
+    gathers: tuple[GatherRow, ...] = ()
 
     @property
     def bytes_per_rank(self) -> int:
@@ -184,18 +184,18 @@ class Report:
             **workload,
         )
         sizes = dict(self.mesh)
-        scene = Scene(
+        scene = StepPlace(
             mesh=sizes,
             batch=self.batch.axes if self.batch else (),
             over=self.over or "dp",  # a plan without levels has no axis
             cluster=named_cluster(cluster),
         )
         pieces = [_piece(row, sizes, zero, work) for row in self.parameters]
-        if "behind" not in workload:
+        if "reduce_ahead" not in workload:
             packed = packed_bytes(pieces, precision or Precision())
             # What the plan leaves open, or says of no level, is decided by size.
-            units = fitting(packed) if self.behind is None else self.behind.units
-            work = replace(work, behind=units)
+            units = fitting(packed) if self.reduce_ahead is None else self.reduce_ahead.units
+            work = replace(work, reduce_ahead=units)
         if self.split is not None:
             return staged_cost(pieces, self.split, scene, work, precision)
         return estimate(pieces, scene, work, precision)
@@ -215,8 +215,8 @@ class Report:
         parts = [f"plan on mesh({sizes}), batch {batch}", self._parameters()]
         if self.buffers:
             parts.append(buffer_table(self.buffers, self.over))
-        if self.behind is not None:
-            parts.append(self.behind.text())
+        if self.reduce_ahead is not None:
+            parts.append(self.reduce_ahead.text())
         if any(one.offload for one in self.buffers):
             parts.append(memory_table(self.buffers))
         if self.cast_buffers:
@@ -233,8 +233,8 @@ class Report:
             parts.append(str(self.invariant))
         if self.split is not None:
             parts.append(self.split.text())
-        if self.gathered:
-            parts.append(gathered_table(self.gathered))
+        if self.gathers:
+            parts.append(gather_table(self.gathers))
         if self.captured:
             parts.append(_captured(self.captured))
         return "\n\n".join([*parts, "\n".join([summary, *(f"note: {n}" for n in self.notes)])])

@@ -13,7 +13,7 @@ from vescale_dtensor import untraced
 
 from vescale_parallel._checkpoint.region import Region
 from vescale_parallel._checkpoint.resolve import RegionRow
-from vescale_parallel._common.unpickled import Unpickled
+from vescale_parallel._common.pickle_refusal import NotPickled
 
 
 def install_regions(
@@ -30,7 +30,7 @@ def install_regions(
     return regions
 
 
-class Budget(Unpickled):
+class Budget(NotPickled):
     """The root's forward pre-hook: as many regions are on as the tokens of this batch ask for.
 
     Args:

@@ -21,14 +21,14 @@ from vescale_comm.nested import map_tensors, tensors_within
 from vescale_dtensor import attention_way, checkpoint, sequence_attention, untraced
 from vescale_rng import policy, use
 
-from vescale_parallel._checkpoint.kept import Results
-from vescale_parallel._common.counted import Counts, Places, places_of
-from vescale_parallel._common.unpickled import Unpickled
-from vescale_parallel._common.written import CHECKED, SMALL, Before
+from vescale_parallel._checkpoint.saved_results import Results
+from vescale_parallel._common.forward_counters import Counts, Places, places_of
+from vescale_parallel._common.pickle_refusal import NotPickled
+from vescale_parallel._common.value_changes import CHECKED, SMALL, Before
 from vescale_parallel._errors import ParallelError
 
 
-class Region(Unpickled):
+class Region(NotPickled):
     """What a module has for its `forward`.
 
     Hooks of the module run around it, once: also those by which its parameters are gathered.
@@ -114,7 +114,7 @@ class Region(Unpickled):
         if self._calls <= CHECKED:
             # Not each time: all attributes of all modules are looked at.
             self._generators = generators_of(self.module)
-        drawn = _Drawn(self._generators)
+        drawn = _GeneratorStates(self._generators)
         looks = self._calls <= CHECKED
         counts = Counts(places_of(self.module) if looks else self._counted)
         # An argument on the device, whatever the others are: torch asks arguments for devices.
@@ -155,10 +155,10 @@ def _contexts(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """For a forward, and for its recomputations."""
     results = Results(saved) if saved else None
-    return (nullcontext() if results is None else results.keep()), _Again(results)
+    return (nullcontext() if results is None else results.keep()), _RecomputationContext(results)
 
 
-class _Again:
+class _RecomputationContext:
     """Entered for each recomputation, which runs in the blocks in which the forward ran."""
 
     def __init__(self, results: Results | None) -> None:
@@ -179,7 +179,7 @@ class _Again:
         return self._open.pop().__exit__(*raised)
 
 
-class _Drawn:
+class _GeneratorStates:
     """Generators that torch does not set back for a recomputation, as they are before a forward."""
 
     def __init__(self, own: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ class _Drawn:
         self._before: States | None = States(own)
 
     def end(self) -> None:
-        """The forward has run: states of which it drew nothing are let go of."""
+        """The forward has run: states of which it drew nothing are released."""
         if self._before is not None and not self._before.moved():
             self._before = None
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are recomputed: rules resolved to regions, or what is wrong."""
+"""Resolves rules of recomputation to regions of a model, or says what is wrong."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

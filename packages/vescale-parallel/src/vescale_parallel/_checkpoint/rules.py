@@ -1,11 +1,11 @@
-"""What a plan says about checkpointing, read; before there is a model."""
+"""Parses what a plan says about checkpointing, before there is a model."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from vescale_parallel._checkpoint.kept import FAMILIES, named_operators
+from vescale_parallel._checkpoint.saved_results import FAMILIES, named_operators
 from vescale_parallel._common.messages import bytes_in, did_you_mean
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.glob import expand_braces

@@ -2,9 +2,9 @@
 
 - `arguments`: what can be asked, and what `--help` teaches.
 - `models`: from what a user names to a model without values, and to its plan.
-- `priced`: what a step would cost, with and without recomputation.
+- `step_costs`: what a step would cost, with and without recomputation.
 - `memory`: the memory of a graph.
 - `schedule`: pipeline schedules compared.
 - `files`: what they write.
-- `shown`: the answer as tables, or as JSON.
+- `plan_output`: the answer as tables, or as JSON.
 """

@@ -1,4 +1,4 @@
-"""What can be asked on the command line, and what `--help` teaches."""
+"""Defines the arguments of the command line, and the texts of `--help`."""
 
 import argparse
 import math
@@ -14,9 +14,9 @@ from vescale_parallel._cli.experts import add_experts_command
 from vescale_parallel._cli.files import write_file
 from vescale_parallel._cli.memory import add_memory_command
 from vescale_parallel._cli.models import PRESETS, chosen_plan, named_model, read_plan
-from vescale_parallel._cli.priced import Step, priced
+from vescale_parallel._cli.plan_output import as_json, as_text
 from vescale_parallel._cli.schedule import add_schedule_command
-from vescale_parallel._cli.shown import as_json, as_text
+from vescale_parallel._cli.step_costs import Step, price_plan
 from vescale_parallel._common.messages import bytes_in
 from vescale_parallel._common.numbers import whole
 from vescale_parallel._cost import CLUSTERS
@@ -121,7 +121,7 @@ def _plan(options: argparse.Namespace) -> int:
         # A shell knows text only, and as text a number would be read as bytes.
         plan = plan.with_(checkpoint=int(word) if re.fullmatch("[0-9]{1,12}", word) else word)
     step = Step(options.sequences, options.sequence, options.recompute)
-    found = priced(model, plan, sizes, step, cluster=options.cluster, memory=memory)
+    found = price_plan(model, plan, sizes, step, cluster=options.cluster, memory=memory)
     if options.write is not None:
         # Also where it does not fit: it is written to be edited.
         as_it_ends = plan.to_json() if options.write.suffix == ".json" else plan.to_toml()

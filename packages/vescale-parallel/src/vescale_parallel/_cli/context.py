@@ -3,7 +3,7 @@
 import argparse
 from typing import Any, Final
 
-from vescale_parallel._cli.ways import Shown, add_command, add_ranks, show
+from vescale_parallel._cli.comparison import ComparisonTable, add_command, add_ranks, show
 from vescale_parallel._common.messages import human_bytes
 from vescale_parallel._common.numbers import whole
 from vescale_parallel._cost.context import Attention, Way, attention_ways, chosen
@@ -48,7 +48,7 @@ def _run(options: argparse.Namespace) -> int:
         batch=options.batch,
         itemsize=options.itemsize,
     )
-    shown = Shown(_HEADER, _row, chosen, "chosen")
+    shown = ComparisonTable(_HEADER, _row, chosen, "chosen")
     show(options, lambda ranks, link: attention_ways(attention, ranks, link), shown)
     return 0
 

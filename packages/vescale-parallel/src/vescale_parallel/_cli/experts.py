@@ -3,7 +3,7 @@
 import argparse
 from typing import Any, Final
 
-from vescale_parallel._cli.ways import Shown, add_command, add_ranks, show
+from vescale_parallel._cli.comparison import ComparisonTable, add_command, add_ranks, show
 from vescale_parallel._common.messages import human_bytes
 from vescale_parallel._common.numbers import real, whole
 from vescale_parallel._cost.experts import ExpertLayer, Share, chosen_share, expert_shares
@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
         itemsize=options.itemsize,
         skew=options.skew,
     )
-    shown = Shown(_HEADER, _row, chosen_share, "least")
+    shown = ComparisonTable(_HEADER, _row, chosen_share, "least")
     show(options, lambda ranks, link: expert_shares(layer, ranks, link), shown)
     return 0
 

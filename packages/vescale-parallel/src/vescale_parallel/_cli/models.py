@@ -1,4 +1,4 @@
-"""From what a user names on the command line to a model without values, and to its plan."""
+"""Makes a model without values, and its plan, of what a user names on the command line."""
 
 import importlib
 import sys

@@ -11,7 +11,7 @@ from vescale_parallel._common.numbers import real, whole
 from vescale_parallel._errors import PlanError
 from vescale_parallel._schedules.choice import SCHEDULES, compare_schedules
 from vescale_parallel._schedules.pictures import TEXT_LEGEND, as_svg, as_text
-from vescale_parallel._schedules.shown import as_json, as_table, as_trace
+from vescale_parallel._schedules.tables import as_json, as_table, as_trace
 from vescale_parallel._schedules.timeline import StageTimes, Timeline
 
 _HELP: Final = """\

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same, found out with a few bytes, and who differs where they do not.
+"""Compares with a few bytes whether all ranks hold the same, and names who differs.
 
 Every rank sees the same digests and decides alike, so all raise or none does. The digests have a
 fixed size, so that lists of different lengths are compared too and no rank waits for the rest of a
@@ -105,7 +105,7 @@ def _found(own: list[int], group: Group | None) -> Callable[[], list[tuple[int, 
 
 
 def require_alike(told: Sequence[Facts], *, head: str, advice: Mapping[str, str]) -> None:
-    """Raise what `require_same` does, of facts that every rank has told all others.
+    """Raise what `require_same` does, of facts that every rank has sent to all others.
 
     Args:
         told: by rank, all of the same sections. It is the same on every rank.
@@ -197,7 +197,7 @@ def _differences_of(section: str, told: Sequence[tuple[list[int], Mapping[str, s
 
 
 def _difference(name: str, told: Sequence[tuple[list[int], Mapping[str, str]]]) -> str:
-    """Return who has which value, or nothing where all that was told is the same."""
+    """Return who has which value, or nothing where all facts are the same."""
     holders: dict[str, list[int]] = {}
     for ranks, values in told:
         holders.setdefault(values.get(name, "not there"), []).extend(ranks)

@@ -1,4 +1,4 @@
-"""What hears of the steps of all optimizers: one pair of torch's hooks for all of a process.
+"""Reports steps of all optimizers, by one pair of torch's hooks for a process.
 
 Optimizers may be made later, and by others, so torch's hooks on all of them are the only way. A
 hook for each model would stay when the model is gone: torch may go through its hooks while it is
@@ -23,7 +23,7 @@ Call = tuple[Args, dict[str, Any]]
 
 
 class Watcher(Protocol):
-    """What hears of steps, for as long as somebody holds it."""
+    """What is called for steps, for as long as somebody holds it."""
 
     def before_step(self, optimizer: Optimizer, args: Args, kwargs: Any) -> Call | None:
         """Before a step; returns what it is to be called with in place of these, if anything."""
@@ -33,20 +33,20 @@ class Watcher(Protocol):
 
 
 def watch_steps(watcher: Watcher) -> None:
-    """Let somebody hear of the steps of all optimizers, behind those who were told before."""
+    """Let somebody be called for the steps of all optimizers, behind those who came before."""
     _watched().add(watcher)
 
 
 @cache
-def _watched() -> _Watched:
-    watched = _Watched()
+def _watched() -> _Watchers:
+    watched = _Watchers()
     register_optimizer_step_pre_hook(watched.before_step)
     register_optimizer_step_post_hook(watched.after_step)
     return watched
 
 
-class _Watched:
-    """All that hear of steps, in the order in which they came."""
+class _Watchers:
+    """All that are called for steps, in the order in which they came."""
 
     def __init__(self) -> None:
         self._watchers: tuple[weakref.ref[Any], ...] = ()

@@ -165,7 +165,7 @@ class Held:
 
 
 class Counts:
-    """Numbers of parameters that were stepped equally often: those of one are told to all.
+    """Numbers of parameters that were stepped equally often: those of one are set for all.
 
     Attributes:
         stepped: by name, what is stepped.

@@ -1,4 +1,4 @@
-"""Which rows of a global batch belong to which shard of it: as `torch.chunk` has it, nested."""
+"""Divides the rows of a global batch into shards, as `torch.chunk` does, nested."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What this package needs of torch that torch does not document, each with what happens without.
+"""Lists what this package needs of torch's private API, and what happens without it.
 
 - `hooks_of`, `any_hooks`: whether a tensor has hooks. Without the two attributes it finds none, and
   hooks that were registered before `parallelize` stay behind on the plain parameter.

@@ -1,4 +1,4 @@
-"""What a training step would cost on a cluster: bytes per rank, flops, and seconds by part.
+"""Estimates a training step on a cluster: bytes per rank, flops, and seconds by part.
 
 Pure functions of shapes: no processes, no tensors. Top to bottom (imports point down):
 
@@ -19,7 +19,7 @@ from vescale_parallel._cost.links import (
 from vescale_parallel._cost.memory import Memory, activation_bytes, packed_bytes
 from vescale_parallel._cost.pieces import Piece, piece_of
 from vescale_parallel._cost.settings import Precision, Workload
-from vescale_parallel._cost.step import Cost, Scene, estimate, waited
+from vescale_parallel._cost.step import Cost, StepPlace, estimate, waited
 from vescale_parallel._cost.traffic import Transfer
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "Memory",
     "Piece",
     "Precision",
-    "Scene",
+    "StepPlace",
     "Transfer",
     "Workload",
     "activation_bytes",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from vescale_parallel._cost.memory import Memory
 from vescale_parallel._cost.pieces import Piece
-from vescale_parallel._cost.recomputed import region_of, regions_of
+from vescale_parallel._cost.recomputation import region_of, regions_of
 from vescale_parallel._cost.settings import Precision, Workload
 
 

@@ -1,4 +1,4 @@
-"""What attention of a sharded sequence sends and keeps, by the way in which ranks share it.
+"""Estimates what attention of a sharded sequence sends and keeps, by way to share it.
 
 Of one layer and one training step, on the rank with the most. `vescale_dtensor` takes the one that
 sends less of keys gathered and of rows exchanged for heads, or of a ring where ranks do not divide

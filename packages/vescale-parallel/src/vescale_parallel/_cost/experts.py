@@ -1,4 +1,4 @@
-"""What a layer of experts sends and stores, by the way in which ranks share it.
+"""Estimates what a layer of experts sends and stores, by way to share it.
 
 Of one layer and one training step, of one rank of many with as many tokens each, whose tokens
 choose evenly but for the longest expert. `Plan(experts=)` has tokens move; the others are priced

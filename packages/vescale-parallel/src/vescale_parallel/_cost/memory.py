@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from vescale_parallel._cost.pieces import Piece, by_unit
-from vescale_parallel._cost.recomputed import region_of, regions_of
+from vescale_parallel._cost.recomputation import region_of, regions_of
 from vescale_parallel._cost.settings import Precision, Workload
 
 BUCKET_BYTES: Final = 25 << 20
@@ -120,7 +120,7 @@ def reduced_bytes(pieces: Sequence[Piece], dp: int, precision: Precision, work: 
     root = units.pop("", 0)
     # The root's are sent at last, when those of others may be on their way still.
     packed = sorted([root * precision.wire, *packed_bytes(pieces, precision)], reverse=True)
-    found += 2 * sum(packed[: 1 + work.behind])
+    found += 2 * sum(packed[: 1 + work.reduce_ahead])
     # As backward makes them: a unit's are packed when all are there, and those of the root (of a
     # head, and at last of an embedding) are there from the beginning.
     found += (root + max(units.values(), default=0)) * precision.compute

@@ -1,4 +1,4 @@
-"""What is trained at once, in which precision, and what is recomputed."""
+"""Defines the settings of an estimate: batch, precision, and what is recomputed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class Workload:
         lookups: glob over parameters that are looked up, and not multiplied with.
         turns: microbatches that run one after another; gradients are reduced behind the last.
         prefetch: units that are gathered ahead of the one that computes.
-        behind: units whose gradients are on their way beside those of the one that computes.
+        reduce_ahead: units whose gradients are on their way beside those of the one that computes.
     """
 
     tokens: int
@@ -53,4 +53,4 @@ class Workload:
     lookups: str = "*emb*"
     turns: int = 1
     prefetch: int = 1
-    behind: int = 0
+    reduce_ahead: int = 0

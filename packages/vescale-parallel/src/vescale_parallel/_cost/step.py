@@ -26,7 +26,7 @@ from vescale_parallel._cost.traffic import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
+class StepPlace:
     """Where a step runs.
 
     Attributes:
@@ -153,7 +153,7 @@ def _merged(
 
 
 def estimate(
-    pieces: Sequence[Piece], scene: Scene, work: Workload, precision: Precision | None = None
+    pieces: Sequence[Piece], scene: StepPlace, work: Workload, precision: Precision | None = None
 ) -> Cost:
     """Return the cost of a step.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from vescale_parallel._cost.pieces import Piece, by_unit
-from vescale_parallel._cost.recomputed import region_of, regions_of
+from vescale_parallel._cost.recomputation import region_of, regions_of
 from vescale_parallel._cost.settings import Precision, Workload
 
 HOST_LINK: Final = "host"

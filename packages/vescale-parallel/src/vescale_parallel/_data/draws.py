@@ -16,14 +16,14 @@ from vescale_comm.generators import States, generators_of, mixed
 _OF_COLLATION = 1
 
 
-class Wanted(NamedTuple):
+class SampleRequest(NamedTuple):
     """A sample: what the dataset is asked for, and the seed of its random numbers."""
 
     index: Any
     seed: int
 
 
-class Read(NamedTuple):
+class SampleBatch(NamedTuple):
     """What a dataset has given for some samples, and the seed of the first of them."""
 
     samples: Any
@@ -54,7 +54,7 @@ class SeededSamples(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self._seeded_dataset[index]
 
-    def __getitems__(self, wanted: Sequence[Wanted]) -> Read:
+    def __getitems__(self, wanted: Sequence[SampleRequest]) -> SampleBatch:
         """Read samples of one batch; torch's loaders call this for all of them at once."""
         dataset = self._seeded_dataset
         states = States(generators_of(dataset), default=True)
@@ -63,11 +63,11 @@ class SeededSamples(Dataset[Any]):
             if not self._seeded_draws:
                 found = _read(dataset, indices)
                 if not states.moved():
-                    return Read(found, wanted[0].seed)
+                    return SampleBatch(found, wanted[0].seed)
                 # Most datasets draw nothing, and to seed costs ten microseconds a sample: those
                 # that do read their first batch twice.
                 vars(self)["_seeded_draws"] = True
-            return Read(_read_one_by_one(dataset, wanted, states), wanted[0].seed)
+            return SampleBatch(_read_one_by_one(dataset, wanted, states), wanted[0].seed)
         finally:
             states.restore()
 
@@ -77,7 +77,7 @@ def _read(dataset: Any, indices: list[Any]) -> Any:
     return together(indices) if together else [dataset[one] for one in indices]
 
 
-def _read_one_by_one(dataset: Any, wanted: Sequence[Wanted], states: States) -> Any:
+def _read_one_by_one(dataset: Any, wanted: Sequence[SampleRequest], states: States) -> Any:
     found = []
     for one in wanted:
         states.seed(one.seed)
@@ -96,7 +96,7 @@ class CollateRead:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, read: Read) -> Any:
+    def __call__(self, read: SampleBatch) -> Any:
         return collated(self.collate, read.samples, mixed(read.seed, _OF_COLLATION))
 
 

@@ -1,4 +1,4 @@
-"""Which samples of each batch one rank reads: a batch sampler, and a collation of a stream."""
+"""Chooses the samples of each batch that one rank reads, and collates those of a stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vescale_comm.generators import mixed
 from vescale_comm.nested import field_names, map_tensors, with_fields
 
 from vescale_parallel._common.rows import row_counts
-from vescale_parallel._data.draws import SeedsOfStream, Wanted, collated
+from vescale_parallel._data.draws import SampleRequest, SeedsOfStream, collated
 
 _LEAVES: Final = (str, bytes, int, float, type(None))
 
@@ -64,7 +64,7 @@ class SkippingSampler(Sampler[Any]):
         return len(self.sampler)  # type: ignore[arg-type]
 
 
-class RowsOfBatches(Sampler[list[Wanted]]):
+class RowsOfBatches(Sampler[list[SampleRequest]]):
     """This rank's samples of each batch of one device; batches without any are left out.
 
     torch's `DataLoader` reads ahead; so what each batch was like is put down for the loader, which
@@ -77,7 +77,7 @@ class RowsOfBatches(Sampler[list[Wanted]]):
         # Of the epoch: from it and a sample's number follows the seed of its random numbers.
         self.skip, self.seed, self.number = 0, 0, 0
 
-    def __iter__(self) -> Iterator[list[Wanted]]:
+    def __iter__(self) -> Iterator[list[SampleRequest]]:
         # Not a generator itself: an iterator that was left halfway must not note into a new queue.
         self.noted = deque()
         # Not reset: with workers torch asks for an iterator twice, and goes by the second.
@@ -85,7 +85,7 @@ class RowsOfBatches(Sampler[list[Wanted]]):
 
     def _walk(
         self, noted: deque[Batch], skip: int, number: int, seed: int
-    ) -> Iterator[list[Wanted]]:
+    ) -> Iterator[list[SampleRequest]]:
         after = number
         for one in self.batches:
             samples = list(one)
@@ -99,7 +99,7 @@ class RowsOfBatches(Sampler[list[Wanted]]):
             first = samples[0] if samples else None
             noted.append(Batch(len(samples), len(mine), first, zlib.crc32(repr(samples).encode())))
             if mine:
-                yield [Wanted(samples[at], mixed(seed, number + at)) for at in mine]
+                yield [SampleRequest(samples[at], mixed(seed, number + at)) for at in mine]
 
 
 class CollateRows:

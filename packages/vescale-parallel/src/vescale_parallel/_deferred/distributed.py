@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import Placement, distribute_tensor, empty, local_leaf
+from vescale_dtensor import Placement, distribute_tensor, empty
+from vescale_dtensor.storage import local_leaf
 from vescale_rng import as_layout
 
 from vescale_parallel._deferred.pieces import piece

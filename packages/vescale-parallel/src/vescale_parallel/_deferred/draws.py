@@ -11,22 +11,19 @@ from torch import Tensor
 from vescale_rng import (
     Bernoulli,
     Cauchy,
-    CudaPosition,
     Distribution,
     Exponential,
     Geometric,
     LogNormal,
     Normal,
-    Position,
     RandInt,
     Random,
-    RandPerm,
     RngError,
     Uniform,
-    position,
-    skip,
     use,
 )
+from vescale_rng.cuda import CudaPosition
+from vescale_rng.streams import Position, RandPerm, position, skip
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from vescale_parallel._errors import DeferredError
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Ops that make tensors make deferred ones."""
 
     def __torch_dispatch__(
@@ -74,7 +74,7 @@ def deferred() -> Iterator[None]:
             f"deferred() needs {listed(missing)} of torch, which {torch.__version__} does not "
             "have. Build the model without deferred()."
         )
-    with _Deferring():  # type: ignore[no-untyped-call]
+    with _DeferringMode():  # type: ignore[no-untyped-call]
         yield
 
 

@@ -16,7 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from vescale_rng import Box, Distribution, ShardLayout, at, fill_, use
+from vescale_rng import Box, Distribution, ShardLayout, fill_, use
+from vescale_rng.streams import at
 
 from vescale_parallel._deferred.replay import constant, default_dtype, replay, replaying
 from vescale_parallel._deferred.tape import Buffer, Constant, Fill, Step, Value, making_of, names_of

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from vescale_dtensor import DTensor
-from vescale_rng import position
+from vescale_rng.streams import position
 
 from vescale_parallel._common.torch_compat import plain_functions, schema_of, wrapper_of
 from vescale_parallel._deferred.draws import Draw, generator_of, is_random, skipped
 from vescale_parallel._deferred.replay import replay
 from vescale_parallel._deferred.tape import Buffer, Constant, Fill, Step, Value, names_of
-from vescale_parallel._deferred.truncated import asked_for
+from vescale_parallel._deferred.truncated_normal import asked_for
 from vescale_parallel._errors import DeferredError
 
 _SMALL: Final = 4096

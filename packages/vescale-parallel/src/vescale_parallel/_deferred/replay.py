@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from vescale_rng import at
+from vescale_rng.streams import at
 
-from vescale_parallel._deferred.tape import Constant, Making, Step, Value, making_of
+from vescale_parallel._deferred.tape import Constant, Step, Value, ValueSteps, making_of
 from vescale_parallel._errors import DeferredError
 
 replaying: ContextVar[bool] = ContextVar("replaying", default=False)
@@ -35,7 +35,7 @@ def replay(value: Value) -> Tensor:
         replaying.reset(token)
 
 
-def _replay(value: Value, making: Making) -> Tensor:
+def _replay(value: Value, making: ValueSteps) -> Tensor:
     last = _last_uses(making)
     real: dict[Value, Tensor] = {}
     for step in making.steps:
@@ -51,7 +51,7 @@ def _replay(value: Value, making: Making) -> Tensor:
     return real[value]
 
 
-def _last_uses(making: Making) -> dict[Value, int]:
+def _last_uses(making: ValueSteps) -> dict[Value, int]:
     return {one: step.number for step in making.steps for one in step.values if step.reads}
 
 

@@ -1,4 +1,4 @@
-"""What makes the values of a deferred tensor: steps in order, and the buffers that they write.
+"""Records the steps that make the values of a deferred tensor, and the buffers they write.
 
 A step is one call of an op of torch. A value is what a step returned: a tensor by shape and strides
 in a buffer, which other values may share (views). Steps write buffers, so the contents of a buffer
@@ -43,7 +43,7 @@ class Fill(ABC):
 
     @property
     @abstractmethod
-    def told(self) -> str:
+    def summary(self) -> str:
         """What it writes, in words that differ where the values do."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Making:
+class ValueSteps:
     """The steps that make a value.
 
     Attributes:
@@ -151,7 +151,7 @@ class Making:
     hollow: frozenset[Step]
 
 
-def making_of(value: Value) -> Making:
+def making_of(value: Value) -> ValueSteps:
     """Find the steps that make what a value holds now."""
     # `run`: steps whose results are wanted. `hollow`: steps that only have to provide memory, since
     # what they put into it is overwritten before anybody reads it.
@@ -174,7 +174,7 @@ def making_of(value: Value) -> Making:
     hollow -= run
     # In the order of recording, which is the order of one device: every step then finds what it
     # read there.
-    return Making(tuple(sorted(run | hollow, key=lambda one: one.number)), frozenset(hollow))
+    return ValueSteps(tuple(sorted(run | hollow, key=lambda one: one.number)), frozenset(hollow))
 
 
 def _writers(buffer: Buffer, before: float) -> Iterator[Step]:

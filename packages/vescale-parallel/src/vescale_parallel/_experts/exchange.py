@@ -67,7 +67,7 @@ class _Routes:
     ids: Tensor
 
 
-def exchanged(
+def exchange_tokens(
     compute: Compute, hidden: Tensor, index: Tensor, weights: Tensor, shares: Shares, ordered: bool
 ) -> Tensor:
     """Return for each local token the weighted sum of what its experts say. Collective.
@@ -106,7 +106,7 @@ def combined(said: Tensor, index: Tensor, weights: Tensor, experts: int, ordered
         index: (tokens, k).
         weights: (tokens, k); those of dropped choices count as zero, whatever they are.
         experts: how many there are.
-        ordered: as for `exchanged`.
+        ordered: as for `exchange_tokens`.
     """
     # Weights of what was dropped may be NaN, as of a softmax over nothing, and 0 * NaN is NaN.
     weighed = said * weights.masked_fill(index == experts, 0).unsqueeze(-1)

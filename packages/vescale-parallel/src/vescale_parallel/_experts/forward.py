@@ -19,10 +19,10 @@ from vescale_dtensor import DTensor, Partial, Placement, Replicate, Shard, local
 
 from vescale_parallel._common.twins import local_twin
 from vescale_parallel._errors import ParallelError
-from vescale_parallel._experts.exchange import Shares, exchanged
+from vescale_parallel._experts.empty_experts import empty_result
+from vescale_parallel._experts.exchange import Shares, exchange_tokens
 from vescale_parallel._experts.kinds import Kind
 from vescale_parallel._experts.moe import Experts
-from vescale_parallel._experts.untouched import untouched
 
 Placements = tuple[Any, ...]
 
@@ -207,7 +207,7 @@ class ExpertsForward:
         def compute(rows: Tensor, ids: Tensor) -> Tensor:
             # Decided by this rank alone; nothing is sent in either case.
             if not len(rows):
-                return untouched(rows, list(own.values()))
+                return empty_result(rows, list(own.values()))
             assert shares is not None
             # As many experts as there are here: loops of modules run up to that number.
             inside = local_twin(self.module, own, shares.own)
@@ -216,9 +216,9 @@ class ExpertsForward:
             return run(inside, rows, ids.view(-1, 1), torch.ones_like(rows[:, :1]))
 
         if shares is not None:
-            return exchanged(compute, hidden, index, weights, shares, self.kind.ordered)
+            return exchange_tokens(compute, hidden, index, weights, shares, self.kind.ordered)
         if not len(hidden):
-            return untouched(hidden, [weights, *own.values()])
+            return empty_result(hidden, [weights, *own.values()])
         return run(local_twin(self.module, own), hidden, index, weights)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertsForward:

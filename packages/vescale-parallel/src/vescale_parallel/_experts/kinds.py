@@ -1,4 +1,4 @@
-"""What a module of experts is: a stack of weights, and how its products may be sharded.
+"""Recognises modules of experts: a stack of weights, and how its products may be sharded.
 
 Such a module is called with hidden states (tokens, width), the experts that each token chose
 (tokens, k), and their weights (tokens, k), and returns what they say, summed (tokens, width). Its

@@ -1,4 +1,4 @@
-"""Which experts each rank holds, by what they have to do: consecutive ones, so that orders stay."""
+"""Assigns consecutive experts to ranks by their load."""
 
 from __future__ import annotations
 

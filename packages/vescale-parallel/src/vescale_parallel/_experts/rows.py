@@ -35,11 +35,11 @@ class Order:
 
 def taken(x: Tensor, order: Order) -> Tensor:
     """Return rows of x (rows, width), in an order."""
-    result: Tensor = _Taken.apply(x, order)  # type: ignore[no-untyped-call]
+    result: Tensor = _RowGather.apply(x, order)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Taken(Function):
+class _RowGather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
         ctx.order = order
@@ -51,7 +51,7 @@ class _Taken(Function):
 
 
 class _Back(Function):
-    """The adjoint, with `_Taken` as its own: gradients of any order."""
+    """The adjoint, with `_RowGather` as its own: gradients of any order."""
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, order: Order) -> Tensor:

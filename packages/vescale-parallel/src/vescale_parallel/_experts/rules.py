@@ -1,4 +1,4 @@
-"""What a plan says about experts, read; before there is a model."""
+"""Parses what a plan says about experts, before there is a model."""
 
 import re
 from collections.abc import Mapping

@@ -2,17 +2,17 @@
 
 How a graph goes through the files:
 
-- `joined`: a model's step as one graph; `stored`: units of ZeRO as what it gathers; `placed`:
-  gathers where they are used, and sums when they are ready.
+- `joint_step`: a model's step as one graph; `stored_units`: units of ZeRO as what it gathers;
+  `placement`: gathers where they are used, and sums when they are ready.
 - `collectives`: what communicates in it, and what each collective has to wait for.
-- `agreed`: all ranks tell each other their lists of collectives. They must be the same; what
+- `agreement`: all ranks tell each other their lists of collectives. They must be the same; what
   collectives need is united over ranks, sizes are the largest. Every decision is made from this.
-- `planned`: which collectives travel together, and in which order: a pure function of what is
-  agreed, so ranks whose graphs differ (where a gradient is masked, say) decide alike.
-- `rearranged`: the plan carried out on this rank's graph.
-- `recomputed`: activations computed a second time; `offloaded`: or kept on the host meanwhile;
+- `collective_plan`: which collectives travel together, and in which order: a pure function of what
+  is agreed, so ranks whose graphs differ (where a gradient is masked, say) decide alike.
+- `rewrite`: the plan carried out on this rank's graph.
+- `recomputation`: activations computed a second time; `offload`: or kept on the host meanwhile;
   `host_ops`: the copies, as operators.
-- `compiled`: what lies between the collectives handed to a compiler, region by region;
+- `compiled_regions`: what lies between the collectives handed to a compiler, region by region;
   `numbers`: those that change from step to step, as tensors.
 - `values`: what nodes that are added say of what they make.
 - `machine`: rates that are measured, and kept in a file; what each node took.

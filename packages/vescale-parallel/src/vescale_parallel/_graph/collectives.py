@@ -13,8 +13,8 @@ from vescale_comm import as_group
 
 from vescale_parallel._errors import GraphError, MemoryPlanError
 from vescale_parallel._memory.program import Program
-from vescale_parallel._memory.simulated import profile
-from vescale_parallel._memory.traced import Tracing, traced
+from vescale_parallel._memory.simulation import profile
+from vescale_parallel._memory.tracing import Tracing, trace_program
 
 ops: Any = torch.ops._c10d_functional
 NAMESPACE: Final = "_c10d_functional"
@@ -158,14 +158,14 @@ def dependencies(
 
     Args:
         module: the graph.
-        memory: see `traced`.
+        memory: see `tracing`.
 
     Raises:
         GraphError: the graph cannot run without values.
     """
     try:
         # Without the chain of collectives: their order is what a schedule is about to choose.
-        of = traced(module, None, ("draws", "effects"), memory)
+        of = trace_program(module, None, ("draws", "effects"), memory)
     except MemoryPlanError as error:
         raise GraphError(str(error)) from error
     nodes = of.nodes

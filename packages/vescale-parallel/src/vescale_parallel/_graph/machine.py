@@ -1,4 +1,4 @@
-"""What a machine reaches, measured in seconds and kept in a file: the rates that timelines ask for.
+"""Measures what a machine reaches, in seconds, and keeps it in a file for timelines.
 
 Matrix products give flops, a copy gives the bandwidth of memory, one from the host that of its
 link, all-gathers of a few sizes give latency and bandwidth of the link by a straight line. Ranks

@@ -21,14 +21,14 @@ from torch.fx.passes.split_module import split_module
 
 from vescale_parallel._graph.collectives import is_wait, schema_name
 from vescale_parallel._graph.numbers import takers_of_numbers
-from vescale_parallel._memory.copied import copied_module
+from vescale_parallel._memory.graph_copy import copied_module
 
 FEW: Final = "few operations"
 _REGION: Final = "|"
 
 
 @dataclass(frozen=True)
-class Cut:
+class RegionGraph:
     """A graph as calls of modules: regions of operators, and runs of what stays between them.
 
     Attributes:
@@ -45,7 +45,7 @@ class Cut:
     between: tuple[str, ...]
 
 
-def cut(graph: fx.GraphModule) -> Cut:
+def cut_regions(graph: fx.GraphModule) -> RegionGraph:
     """Cut a graph at what is no operator of torch; the graph stays as it is."""
     copy, _ = copied_module(graph)
     takers = takers_of_numbers(copy.graph)
@@ -81,7 +81,7 @@ def cut(graph: fx.GraphModule) -> Cut:
     regions: dict[str, Any] = {
         name: made.get_submodule(name) for name in called if name.startswith("submod_region_")
     }
-    return Cut(made, regions, tuple(starts), tuple(map(" ".join, between)))
+    return RegionGraph(made, regions, tuple(starts), tuple(map(" ".join, between)))
 
 
 def _put_next_to_makers(graph: fx.Graph) -> None:
@@ -155,7 +155,7 @@ def _laid(node: fx.Node) -> str:
     return f"{value.dtype} {tuple(value.shape)} {value.stride()}"
 
 
-def together(between: Sequence[Sequence[str]]) -> frozenset[int]:
+def matching_gaps(between: Sequence[Sequence[str]]) -> frozenset[int]:
     """The gaps between collectives whose regions belong together one by one on all ranks.
 
     Args:
@@ -172,7 +172,7 @@ def of_all_ranks(
     Args:
         mine: for each region of this rank, why it does not.
         whys: the same of each rank.
-        lined_up: what `together` gave.
+        lined_up: what `matching_gaps` gave.
     """
     found: dict[str, str] = {}
     for rank, told in enumerate(whys):

@@ -1,4 +1,4 @@
-"""What nodes say of the values that they make: later passes and memory plans read it from there."""
+"""Writes on nodes what values they make, for later passes and memory plans."""
 
 from __future__ import annotations
 

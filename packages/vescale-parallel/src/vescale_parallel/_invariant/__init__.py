@@ -11,7 +11,7 @@ Top to bottom (imports point down):
 - `step`: what `forward_backward` calls: shards one after another, then one exchange.
 - `sums`: `sum_over_shards`, metrics; `metrics`: what such a function returned, packed.
 - `norms`: running statistics of batch norms; `shard_rows`: numbers of all shards, told to all.
-- `delivery`: sums become `.grad` of the parameters; `collected`: gradients of one shard.
+- `delivery`: sums become `.grad` of the parameters; `shard_gradients`: gradients of one shard.
 - `meshes`: on which mesh one shard is computed.
 - `exchange`: subtree sums between ranks; `bundle`: gradients packed flat.
 - `facts`: what ranks tell each other before: losses, which gradients there are, problems.

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vescale_dtensor import DTensor, Partial, Replicate, local_leaf
+from vescale_dtensor import DTensor, Partial, Replicate
+from vescale_dtensor.storage import local_leaf
 
 from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._common.mesh import mesh_sizes
 from vescale_parallel._invariant.bundle import Bundle, even_parts, row_major, sum_dtype
-from vescale_parallel._invariant.collected import Collected
 from vescale_parallel._invariant.resolve import InvariantRow
+from vescale_parallel._invariant.shard_gradients import ShardGradients
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.schedule import Schedule
 
@@ -70,7 +71,7 @@ def _add(parameter: nn.Parameter, local: Tensor, partial: Sequence[str]) -> None
 
 
 def destinations_of(
-    collected: Collected, row: InvariantRow, schedule: Schedule | None, over: str
+    collected: ShardGradients, row: InvariantRow, schedule: Schedule | None, over: str
 ) -> list[Destination]:
     """Return the bundles of a model, the same on every rank and in the same order."""
     found = []
@@ -95,7 +96,11 @@ def destinations_of(
 
 
 def _of_buffer(
-    collected: Collected, row: InvariantRow, buffer: FlatBuffer, over: str, axes: tuple[str, ...]
+    collected: ShardGradients,
+    row: InvariantRow,
+    buffer: FlatBuffer,
+    over: str,
+    axes: tuple[str, ...],
 ) -> Destination:
     plan = buffer.row.plan
     at = row.axes.index(over)
@@ -117,7 +122,7 @@ def _of_buffer(
 
 
 def _of_rest(
-    collected: Collected,
+    collected: ShardGradients,
     row: InvariantRow,
     numbers: Sequence[int],
     dtype: torch.dtype,

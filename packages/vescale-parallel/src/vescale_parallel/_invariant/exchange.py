@@ -12,7 +12,7 @@ from vescale_parallel._invariant.bundle import Bundle
 from vescale_parallel._invariant.tree import Span, total
 
 
-def exchanged(
+def exchange_sums(
     bundle: Bundle,
     own: Mapping[Span, Tensor],
     nodes: Sequence[Sequence[Span]],

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they exchange sums: one collective of a few bytes.
+"""Exchanges between ranks what sums need to know: one collective of a few bytes.
 
 Losses of the shards, which parameters have a gradient anywhere, a digest of seeds and rows, and
 whether all is well: a rank that found a problem takes part first, and then all raise.

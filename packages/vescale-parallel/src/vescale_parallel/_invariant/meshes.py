@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._common.mesh import mesh_sizes
-from vescale_parallel._common.rearranged import rearranged
+from vescale_parallel._common.mesh_axes import with_axes
 
 ALONE = "shard"
 """The axis of a mesh of one rank, where no other axis is left."""
@@ -29,4 +29,4 @@ def compute_mesh(mesh: DeviceMesh, batch: Sequence[str]) -> DeviceMesh:
     name = ALONE
     while name in names:
         name += "_"
-    return rearranged(mesh, {**{one: (one,) for one in names}, name: ()})[name]
+    return with_axes(mesh, {**{one: (one,) for one in names}, name: ()})[name]

@@ -45,14 +45,14 @@ def with_values(like: Any, values: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedResult:
     """What a function returned for one shard, in two rows: integers, and floats as float64."""
 
     integers: Tensor
     floats: Tensor
 
     @classmethod
-    def of(cls, values: Sequence[Value], device: str) -> Packed:
+    def of(cls, values: Sequence[Value], device: str) -> PackedResult:
         """Pack them, in dtypes whose sums lose next to nothing of what narrower ones hold."""
         rows: dict[bool, list[Tensor]] = {True: [], False: []}
         for one in values:
@@ -64,8 +64,8 @@ class Packed:
             rows[tensor.is_floating_point()].append(tensor.to(device).reshape(-1))
         return cls(_row(rows[False], torch.int64, device), _row(rows[True], torch.float64, device))
 
-    def __add__(self, other: Packed) -> Packed:
-        return Packed(self.integers + other.integers, self.floats + other.floats)
+    def __add__(self, other: PackedResult) -> PackedResult:
+        return PackedResult(self.integers + other.integers, self.floats + other.floats)
 
     def unpacked(self, like: Sequence[Value]) -> list[Value]:
         """Return the sums, in the form of what one shard returned."""

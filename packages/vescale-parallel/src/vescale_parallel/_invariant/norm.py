@@ -18,9 +18,9 @@ from vescale_dtensor import DTensor
 
 from vescale_parallel._invariant.bundle import row_major
 from vescale_parallel._invariant.step import InvariantStep
-from vescale_parallel._step.forward_backward import STEP
+from vescale_parallel._step.forward_backward import step_of
 from vescale_parallel._zero.flat_buffer import FlatBuffer
-from vescale_parallel._zero.unit import Held, Unit
+from vescale_parallel._zero.unit import Unit, UnitParameter
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     Returns:
         The norm of all gradients before.
     """
-    step = getattr(model, STEP, None)
+    step = step_of(model)
     if not isinstance(step, InvariantStep):
         found: Tensor = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
         return found
@@ -76,7 +76,7 @@ def _whole_gradients(step: InvariantStep) -> Iterator[Tensor]:
             yield stored.get(id(parameter), parameter.grad)
 
 
-def _of_buffer(unit: Unit, buffer: FlatBuffer, held: list[Held]) -> dict[int, Tensor]:
+def _of_buffer(unit: Unit, buffer: FlatBuffer, held: list[UnitParameter]) -> dict[int, Tensor]:
     plan = buffer.row.plan
     # Zeros where there is no gradient: every rank takes part, and a part of nobody's is not looked
     # at.

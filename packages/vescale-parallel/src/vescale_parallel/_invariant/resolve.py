@@ -1,4 +1,4 @@
-"""What a plan says of invariance, for a model and a mesh: what is refused, and what it costs."""
+"""Resolves what a plan says of invariance for a model and a mesh: limits, and costs."""
 
 from __future__ import annotations
 
@@ -93,14 +93,13 @@ class InvariantRow:
 
 @dataclass(frozen=True)
 class InvariantWords:
-    """What a plan says: `deterministic`, `shards` and `batch_is`."""
+    """What a plan says: how many logical shards, if any, and `batch_is`."""
 
-    deterministic: str | None
-    shards: int
+    shards: int | None
     batch_is: str
 
 
-class Resolved(Protocol):
+class ResolvedPlan(Protocol):
     """What else of a plan is resolved already: see `Report`."""
 
     @property
@@ -114,17 +113,17 @@ class Resolved(Protocol):
 
 
 def resolve_invariant(
-    said: InvariantWords, model: nn.Module, report: Resolved
+    said: InvariantWords, model: nn.Module, report: ResolvedPlan
 ) -> InvariantRow | None:
     """Return how the step is computed; None where the plan does not ask for invariance.
 
     Raises:
         PlanError: with every reason why it cannot be invariant.
     """
-    if said.deterministic is None:
+    if said.shards is None:
         return None
     batch = report.batch
-    problems = _problems(said, model, report)
+    problems = _problems(said.shards, said.batch_is, model, report)
     if problems or batch is None:
         head = f"deterministic='{DP_INVARIANT}' cannot hold for {type(model).__name__}:"
         raise PlanError("\n  - ".join([head, *problems]))
@@ -143,23 +142,23 @@ def resolve_invariant(
     )
 
 
-def _problems(said: InvariantWords, model: nn.Module, report: Resolved) -> list[str]:
+def _problems(shards: int, batch_is: str, model: nn.Module, report: ResolvedPlan) -> list[str]:
     batch = report.batch
     dims = {dim for _, dim in batch.dims} if batch is not None else set()
     if batch is None or dims != {dim_of_rows(batch, report.over)}:
         return ["the batch has no rows to cut: say batch='dp:0'."]
     sizes = dict(report.mesh)
     problems = []
-    if said.batch_is != "global":
+    if batch_is != "global":
         problems.append(
             "batch_is='local': which rows a rank has would depend on the number of ranks. Pass the "
             "whole batch on every rank; each reads its logical shards of it."
         )
     ranks = math.prod(size for axis, size in sizes.items() if axis in batch.axes)
-    if ranks > said.shards:
+    if ranks > shards:
         problems.append(
-            f"{ranks} ranks share the batch, and there are {count(said.shards, 'logical shard')}: "
-            f"some would never have one. Say shards={ranks} or more."
+            f"{ranks} ranks share the batch, and there are {count(shards, 'logical shard')}: "
+            f"some would never have one. Say Invariant(shards={ranks}) or more."
         )
     shared = set(batch.axes) & set(sizes)
     sharded = [
@@ -212,16 +211,13 @@ def kept_norms(model: nn.Module) -> list[str]:
     ]
 
 
-def parse_invariant(deterministic: object, shards: object) -> None:
-    """Check the two words of a plan.
+def require_shards(shards: object) -> None:
+    """Refuse what is no number of logical shards.
 
     Raises:
-        PlanError: one of them is not what it can be.
+        PlanError: it is none.
     """
-    if deterministic not in (None, DP_INVARIANT):
-        raise PlanError(
-            f"plan deterministic={deterministic!r}: '{DP_INVARIANT}', for the same bits on any "
-            "number of data-parallel ranks, or None."
-        )
     if not isinstance(shards, int) or isinstance(shards, bool) or shards < 1:
-        raise PlanError(f"plan shards={shards!r}: a number of logical shards, 1 or more.")
+        raise PlanError(
+            f"plan deterministic.shards={shards!r}: a number of logical shards, 1 or more."
+        )

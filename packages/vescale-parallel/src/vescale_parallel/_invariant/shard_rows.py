@@ -1,4 +1,4 @@
-"""One row of numbers for each shard, told to every rank."""
+"""Gathers one row of numbers for each shard on every rank."""
 
 from __future__ import annotations
 

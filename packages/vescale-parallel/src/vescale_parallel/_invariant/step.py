@@ -14,21 +14,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import Group, group_of
 from vescale_comm.generators import States, generators_of
-from vescale_dtensor import DTensor, local_leaf
+from vescale_dtensor import DTensor
+from vescale_dtensor.storage import local_leaf
 
 from vescale_parallel._common.agreement import checksum, require_same
-from vescale_parallel._common.counted import Counts, places_of
+from vescale_parallel._common.forward_counters import Counts, places_of
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import hooks_of
 from vescale_parallel._errors import ParallelError
-from vescale_parallel._invariant.collected import Collected
 from vescale_parallel._invariant.delivery import Destination, destinations_of
-from vescale_parallel._invariant.exchange import exchanged
+from vescale_parallel._invariant.exchange import exchange_sums
 from vescale_parallel._invariant.facts import Told, tell
-from vescale_parallel._invariant.metrics import Packed, form_of, values_within, with_values
+from vescale_parallel._invariant.metrics import PackedResult, form_of, values_within, with_values
 from vescale_parallel._invariant.norms import RunningStatistics
 from vescale_parallel._invariant.resolve import InvariantRow, synchronized_norms
+from vescale_parallel._invariant.shard_gradients import ShardGradients
 from vescale_parallel._invariant.shard_rows import rows_of_all
 from vescale_parallel._invariant.tree import TreeSum, nodes_within, present, rows_of, shares, total
 from vescale_parallel._step.parts import Part, loss_of
@@ -85,7 +86,7 @@ class InvariantStep:
         self._counts: Counts | None = None
         self._batches, self._is_copy = 0, False
         # It asks this object whether a step runs, when gradients arrive.
-        self.collected = Collected(model, schedule, self)
+        self.collected = ShardGradients(model, schedule, self)
         self._over, self._trained = over, [False]
         self.destinations: list[Destination] = []
         # Before all other hooks: those of ZeRO would gather, and a rank that refuses afterwards
@@ -210,7 +211,7 @@ class InvariantStep:
             mine = shards[self.rank]
             # Packed into two vectors, of integers and of floats: counts beyond 2**24 would not
             # survive in float32.
-            found: dict[int, Packed] = {}
+            found: dict[int, PackedResult] = {}
             # As many turns on every rank: the function may gather parameters.
             for turn in range(max(len(each) for each in shards)):
                 shard = mine[turn] if turn < len(mine) else 0
@@ -218,12 +219,12 @@ class InvariantStep:
                 like = function(*parts[shard].args, **parts[shard].kwargs)
                 values = values_within(like)
                 if turn < len(mine):
-                    found[shard] = Packed.of(values, self.mesh.device_type)
+                    found[shard] = PackedResult.of(values, self.mesh.device_type)
         return with_values(like, iter(self._added(found, values, shards, [*sizes, *seeds])))
 
     def _added(
         self,
-        found: dict[int, Packed],
+        found: dict[int, PackedResult],
         values: Sequence[Any],
         shards: Sequence[Sequence[int]],
         alike: Sequence[int],
@@ -233,7 +234,7 @@ class InvariantStep:
         # Before anything is exchanged: ranks whose functions return other forms would exchange
         # vectors of other lengths.
         tell({}, [], digest, "", self.spans, self.group, self.mesh.device_type)
-        empty = Packed.of(values, self.mesh.device_type)
+        empty = PackedResult.of(values, self.mesh.device_type)
         told = [
             rows_of_all(
                 {shard: getattr(one, kind) for shard, one in found.items()},
@@ -243,8 +244,8 @@ class InvariantStep:
             )
             for kind in ("integers", "floats")
         ]
-        every = {(s, s + 1): Packed(told[0][s], told[1][s]) for s in told[0]}
-        summed = total(self.row.shards, every, Packed.__add__)
+        every = {(s, s + 1): PackedResult(told[0][s], told[1][s]) for s in told[0]}
+        summed = total(self.row.shards, every, PackedResult.__add__)
         assert summed is not None
         return summed.unpacked(values)
 
@@ -271,7 +272,7 @@ class InvariantStep:
             mine = sums.take()
             # The same on every rank, as `told` is: nobody waits in an exchange that others skip.
             if any(told.arrived[number] for number in one.bundle.parameters):
-                summed = exchanged(one.bundle, mine, nodes, self.row.shards, self.group)
+                summed = exchange_sums(one.bundle, mine, nodes, self.row.shards, self.group)
                 found.append(summed)
             else:
                 found.append(None)
@@ -374,7 +375,7 @@ class InvariantStep:
         )
 
     def _looked_at(self, part: Part) -> list[int]:
-        """Return checksums of the batch now and then: they travel with what is told anyway."""
+        """Return checksums of the batch now and then: they travel with what is sent anyway."""
         # Counted by calls, which all ranks make alike: a branch by time or by content would part
         # them.
         if self._batches % _LOOKED_AT:

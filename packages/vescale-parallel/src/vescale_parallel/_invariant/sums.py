@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vescale_parallel._invariant.step import InvariantStep
-from vescale_parallel._step.forward_backward import STEP
+from vescale_parallel._step.forward_backward import step_of
 from vescale_parallel._step.parts import Part
 
 
@@ -44,7 +44,7 @@ def sum_over_shards(
             model, lambda x, y: ((model(x).argmax(-1) == y).sum(), len(y)), images, labels
         )
     """
-    step = getattr(model, STEP, None)
+    step = step_of(model)
     if not isinstance(step, InvariantStep):
         return function(*args, **kwargs)
     return step.sums(function, Part(args, kwargs, None))

@@ -56,7 +56,7 @@ def proving(prove: Prove | None) -> Iterator[None]:
 
 
 @untraced
-def called(rows: RowsFunction, args: Any, kwargs: Any, mesh: DeviceMesh | None = None) -> Any:
+def call_by_rows(rows: RowsFunction, args: Any, kwargs: Any, mesh: DeviceMesh | None = None) -> Any:
     """Return what the function says, computed by each rank for its own rows.
 
     Args:
@@ -74,12 +74,12 @@ def called(rows: RowsFunction, args: Any, kwargs: Any, mesh: DeviceMesh | None =
         # What is proven of the whole is proven of what it calls.
         with proving(None):
             prove(rows, bound)
-            return called(rows, args, kwargs, mesh)
+            return call_by_rows(rows, args, kwargs, mesh)
     found = [one for one in _everything(bound) if isinstance(one, DTensor)]
     if not found:
         return rows.function(*args, **kwargs)
     mesh = found[0].device_mesh if mesh is None else mesh
-    first = _distributed(leading(rows, bound), mesh)
+    first = _distributed(leading_rows(rows, bound), mesh)
     entry = _Entry(mesh, _own_rows(first.placements))
     for name, value in bound.arguments.items():
         bound.arguments[name] = entry.of(value, shared=name in rows.shared)
@@ -87,7 +87,7 @@ def called(rows: RowsFunction, args: Any, kwargs: Any, mesh: DeviceMesh | None =
     return _left(rows, said, entry, len(first))
 
 
-def leading(rows: RowsFunction, bound: inspect.BoundArguments) -> Tensor:
+def leading_rows(rows: RowsFunction, bound: inspect.BoundArguments) -> Tensor:
     """Return the first tensor that has rows; all others have as many.
 
     Raises:
@@ -111,7 +111,7 @@ def leading(rows: RowsFunction, bound: inspect.BoundArguments) -> Tensor:
     return found[first]
 
 
-def tied(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def tie(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the results, computed from all inputs as far as autograd knows.
 
     An input that the rows of one rank did not need has a gradient of zeros there: without one this
@@ -186,7 +186,7 @@ def _left(rows: RowsFunction, said: Any, entry: _Entry, count: int) -> Any:
     """Return the local results as distributed tensors of `count` rows."""
     results = named_tensors_within(said, "result")
     require_rows(rows, results, entry.own)
-    left = iter(tied([one for one in results.values() if is_trained(one)], entry.tensors))
+    left = iter(tie([one for one in results.values() if is_trained(one)], entry.tensors))
 
     def leave(one: Tensor) -> Tensor:
         local = next(left) if is_trained(one) else one

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_parallel._common.unpickled import Unpickled
-from vescale_parallel._local_rows.call import RowsFunction, called
+from vescale_parallel._common.pickle_refusal import NotPickled
+from vescale_parallel._local_rows.call import RowsFunction, call_by_rows
 
 
 def local_rows(
@@ -55,12 +55,12 @@ def local_rows(
 
     @wraps(function)
     def by_rows(*args: Any, **kwargs: Any) -> Any:
-        return called(rows, args, kwargs)
+        return call_by_rows(rows, args, kwargs)
 
     return by_rows
 
 
-class LocalRowsForward(Unpickled):
+class LocalRowsForward(NotPickled):
     """The forward of a module that a plan names: each rank computes its own rows.
 
     Args:
@@ -76,7 +76,7 @@ class LocalRowsForward(Unpickled):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module says of the rows."""
-        return called(self.rows, (self.module, *args), kwargs, self.mesh)
+        return call_by_rows(self.rows, (self.module, *args), kwargs, self.mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalRowsForward:
         # Of the copied module, on the same mesh: groups cannot be copied.

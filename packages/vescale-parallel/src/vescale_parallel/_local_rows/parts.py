@@ -18,7 +18,7 @@ from vescale_dtensor import DTensor
 
 from vescale_parallel._common.twins import local_twin
 from vescale_parallel._errors import ParallelError
-from vescale_parallel._local_rows.call import RowsFunction, is_trained, leading, require_rows
+from vescale_parallel._local_rows.call import RowsFunction, is_trained, leading_rows, require_rows
 
 _TOLERANCES: Final = {torch.float16: 5e-2, torch.bfloat16: 5e-2, torch.float64: 1e-7}
 """Of the largest element. Another order of sums rounds by far less, other rows differ by more."""
@@ -45,7 +45,7 @@ class _Call:
 
     def __init__(self, rows: RowsFunction, given: inspect.BoundArguments) -> None:
         self.rows, self._given = rows, given
-        self.count = len(leading(rows, given))
+        self.count = len(leading_rows(rows, given))
         self._leaves: Tensors = {}
         self._modules: dict[str, Any] = {}
         self._values: dict[str, Any] = {}

@@ -64,7 +64,7 @@ def local_rows_problems(
         if units:
             problems.append(
                 f"local_rows '{name}' with zero: {listed(units)} inside would be gathered alone. "
-                f"Name units around it: units={(name,)!r}."
+                f"Name units around it: Zero(units={(name,)!r})."
             )
     return problems
 

@@ -17,7 +17,7 @@ from vescale_comm.nested import tensors_within
 
 from vescale_parallel._errors import MemoryPlanError
 from vescale_parallel._memory.places import Place
-from vescale_parallel._memory.traced import Result, Traced, placeholders
+from vescale_parallel._memory.tracing import Result, TracedGraph, placeholders
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Arena:
 
     def __init__(
         self,
-        of: Traced,
+        of: TracedGraph,
         order: Sequence[int],
         places: Mapping[int, Place],
         offsets: Mapping[int, int],
@@ -187,7 +187,7 @@ def _called(node: fx.Node) -> str:
     return f"{'constant' if node.op == 'get_attr' else 'input'} '{node.name}'"
 
 
-def _waiting(of: Traced, order: Sequence[int], offsets: Mapping[int, int]) -> set[int]:
+def _waiting(of: TracedGraph, order: Sequence[int], offsets: Mapping[int, int]) -> set[int]:
     """Steps that write where a copy to the host may still read.
 
     Such a copy is on a stream of its own. The allocator would keep the memory until it is done; in
@@ -215,7 +215,7 @@ def _waiting(of: Traced, order: Sequence[int], offsets: Mapping[int, int]) -> se
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Casts are in the graph: an operator that is told where to write would make no others."""
+    """Casts are in the graph: an operator with an `out` would make no others."""
     if not torch.amp.is_autocast_available(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)
@@ -280,7 +280,7 @@ def _canonical(one: tuple[Any, ...]) -> tuple[Any, ...]:
 class _Check:
     """Compares a run with its plan: shapes, and which tensors share memory."""
 
-    def __init__(self, of: Traced, values: Mapping[fx.Node, Any]) -> None:
+    def __init__(self, of: TracedGraph, values: Mapping[fx.Node, Any]) -> None:
         self.of = of
         self.where: dict[int, int] = {}  # the address of each planned storage
         for node, value in values.items():

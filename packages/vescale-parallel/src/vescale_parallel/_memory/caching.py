@@ -1,4 +1,4 @@
-"""What an order would reserve of a device: a simulation of torch's caching allocator.
+"""Simulates torch's caching allocator: what an order would reserve of a device.
 
 As of c10/cuda/CUDACachingAllocator.cpp, without streams and expandable segments: sizes in units of
 512 bytes; small ones (up to 1 MiB) from segments of 2 MiB, larger ones from segments of 20 MiB, or

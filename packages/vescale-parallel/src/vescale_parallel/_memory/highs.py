@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from vescale_parallel._memory.search import Found, Items
+from vescale_parallel._memory.search import Items, SearchResult
 
 _ITEMS: Final = 32  # steps and items of an order: more take minutes
 
@@ -109,7 +109,7 @@ def _settled(
     return tuple(offsets)
 
 
-def by_highs(items: Items, upper: int, floor: int, deadline: float) -> Found:
+def by_highs(items: Items, upper: int, floor: int, deadline: float) -> SearchResult:
     """Order a few items; those of more than one operation, and too many, are left as they are.
 
     A binary for each item and step says whether it has run by then; one for each storage that the
@@ -118,7 +118,7 @@ def by_highs(items: Items, upper: int, floor: int, deadline: float) -> Found:
     """
     count = len(items.groups)
     if count > _ITEMS or any(len(group) > 1 for group in items.groups):
-        return Found(None, upper, proven=False)
+        return SearchResult(None, upper, proven=False)
     model = Model()
     # Bytes as parts of the upper bound: tolerances of the solver are absolute, and bytes are
     # millions.
@@ -141,13 +141,13 @@ def by_highs(items: Items, upper: int, floor: int, deadline: float) -> Found:
     _levels(model, items, ran, peak, unit)
     found = model.solved(deadline)
     if found is None:
-        return Found(None, upper, proven=False)
+        return SearchResult(None, upper, proven=False)
     # Whoever has run for the most steps ran first.
     order = sorted(range(count), key=lambda at: -sum(found[one] for one in ran[at]))
     reached = items.peak(order)
     if reached is None or reached >= upper:
-        return Found(None, upper, proven=False)
-    return Found(tuple(order), reached, proven=False)
+        return SearchResult(None, upper, proven=False)
+    return SearchResult(tuple(order), reached, proven=False)
 
 
 def _levels(model: Model, items: Items, ran: Sequence[Sequence[int]], peak: int, unit: int) -> None:

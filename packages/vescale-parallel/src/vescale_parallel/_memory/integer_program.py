@@ -29,7 +29,7 @@ def ilp_order(of: Program, reach: Reach, deadline: float) -> tuple[int, ...] | N
     """The best order that HiGHS finds in time; None if it finds none, or does not begin."""
     if not len(of):
         return ()
-    written = _Written(of, reach, deadline)
+    written = _OrderProgram(of, reach, deadline)
     found = written.model.solved(deadline) if written.complete else None
     if found is None:
         return None
@@ -59,7 +59,7 @@ def _valid(of: Program, wanted: Sequence[int]) -> tuple[int, ...]:
     return tuple(order)
 
 
-class _Written:
+class _OrderProgram:
     """The program: who has run by which step, what lives at it, and the peak.
 
     Attributes:

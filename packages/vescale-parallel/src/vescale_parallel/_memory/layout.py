@@ -1,4 +1,4 @@
-"""Where storages lie in one block of memory: offline storage allocation, by rules and by HiGHS.
+"""Places storages in one block of memory, by rules and by HiGHS, before anything runs.
 
 The order is fixed, so each storage has a lifetime; two whose lifetimes meet may not overlap in
 addresses. No layout is below the most bytes that live at once.

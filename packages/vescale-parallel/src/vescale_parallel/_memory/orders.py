@@ -1,6 +1,6 @@
 """Orders by rules: list scheduling, program order under a bound, and operations run late.
 
-None of them is trusted to be better than program order: `ordered` keeps the best of all.
+None of them is trusted to be better than program order: `order_choice` keeps the best of all.
 """
 
 import heapq
@@ -10,7 +10,7 @@ from typing import Final
 
 from vescale_parallel._memory.program import Program
 from vescale_parallel._memory.reach import makes
-from vescale_parallel._memory.simulated import Running
+from vescale_parallel._memory.simulation import PrefixState
 
 _CLOSURE: Final = 48  # operations that are looked ahead to free one storage
 
@@ -20,7 +20,7 @@ def list_scheduled(of: Program, deadline: float | None = None) -> tuple[int, ...
 
     Where all raise it: what raises it least. This is the rule of Inductor's `lpmf` and of LESCEA.
     """
-    running = Running(of)
+    running = PrefixState(of)
     while running.ready:
         # Now and then: to look at the clock takes as long as to choose in a small graph.
         if deadline is not None and len(running.order) % 64 == 0 and time.monotonic() > deadline:
@@ -30,7 +30,7 @@ def list_scheduled(of: Program, deadline: float | None = None) -> tuple[int, ...
     return tuple(running.order)
 
 
-def _rank(running: Running, operation: int) -> tuple[int, int, int]:
+def _rank(running: PrefixState, operation: int) -> tuple[int, int, int]:
     rise, net = running.cost(operation)
     # The operation last: of equals the earlier one, so that each run, and each rank, finds one
     # order.
@@ -39,7 +39,7 @@ def _rank(running: Running, operation: int) -> tuple[int, int, int]:
 
 def prompt(of: Program, base: Sequence[int]) -> tuple[int, ...]:
     """Let what makes nothing run as soon as it can; that never raises a peak."""
-    running = Running(of)
+    running = PrefixState(of)
     rank = {operation: at for at, operation in enumerate(base)}
     # A heap of places in `base`, and not of operations: what runs early there is asked for early.
     waiting: list[int] = []
@@ -74,7 +74,7 @@ def bounded(
     together free a storage, as an optimizer's update frees its gradient, if it stays below the
     bound. What would pass the bound waits while anything else is ready. None if out of time.
     """
-    running = Running(of)
+    running = PrefixState(of)
     rank = [0] * len(of)
     for at, operation in enumerate(base):
         rank[operation] = at
@@ -102,7 +102,7 @@ def bounded(
     return tuple(running.order)
 
 
-def _safe(running: Running, rank: Sequence[int], bound: int) -> list[int]:
+def _safe(running: PrefixState, rank: Sequence[int], bound: int) -> list[int]:
     """Run what only frees; no order below the bound is lost by it."""
     # A list first: to run one changes what is ready.
     found = [
@@ -120,7 +120,7 @@ def _safe(running: Running, rank: Sequence[int], bound: int) -> list[int]:
     return ran
 
 
-def _perhaps_freed(running: Running, ran: Sequence[int]) -> set[int]:
+def _perhaps_freed(running: PrefixState, ran: Sequence[int]) -> set[int]:
     """Storages that a few operations more or less may free now."""
     of, found = running.of, set[int]()
     for operation in ran:
@@ -131,7 +131,7 @@ def _perhaps_freed(running: Running, ran: Sequence[int]) -> set[int]:
     return found
 
 
-def _pulled(running: Running, asked: set[int], rank: Sequence[int], bound: int) -> set[int]:
+def _pulled(running: PrefixState, asked: set[int], rank: Sequence[int], bound: int) -> set[int]:
     """Run groups that free a storage; returns those that the bound forbids for now."""
     blocked = set[int]()
     # Sorted, as sets have no order that two runs share.
@@ -157,7 +157,7 @@ def _pulled(running: Running, asked: set[int], rank: Sequence[int], bound: int) 
     return blocked
 
 
-def _closure(running: Running, storage: int) -> list[int] | None:
+def _closure(running: PrefixState, storage: int) -> list[int] | None:
     """All that has to run for a storage to be freed; None if it is more than a few."""
     of = running.of
     found = {user for user in of.storages[storage].users if not running.has_run(user)}
@@ -174,7 +174,7 @@ def _closure(running: Running, storage: int) -> list[int] | None:
     return list(found)
 
 
-def _cost_of(running: Running, group: Sequence[int]) -> tuple[int, int]:
+def _cost_of(running: PrefixState, group: Sequence[int]) -> tuple[int, int]:
     """What a group adds at most while it runs, and once it has ended."""
     of, used = running.of, dict[int, int]()
     live = rise = 0

@@ -1,4 +1,4 @@
-"""Which storages an arena can hold: those whose operator can be told where to write.
+"""Finds storages that an arena can hold: their operators can write where they are asked to.
 
 An operator qualifies by an overload with the same arguments and `out=` (or the same less dtype,
 layout, device and pin_memory) that is not generated from the functional form: those compute as
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from vescale_parallel._common.torch_compat import schema_of
-from vescale_parallel._memory.traced import Result, Traced
+from vescale_parallel._memory.tracing import Result, TracedGraph
 
 # With `out=` but no better for it: measured by what they allocate inside.
 _COPIES_INSIDE: Final = ("aten::convolution", "aten::native_layer_norm", "aten::embedding")
@@ -61,7 +61,7 @@ class Place:
     single: bool
 
 
-def places(of: Traced) -> dict[int, Place]:
+def places(of: TracedGraph) -> dict[int, Place]:
     """For each operation that can write into an arena, how; all its storages go there."""
     found = {}
     barred = _barred(of)
@@ -79,19 +79,19 @@ def places(of: Traced) -> dict[int, Place]:
     return found
 
 
-def arena_device(of: Traced) -> torch.device:
+def arena_device(of: TracedGraph) -> torch.device:
     """The device that most bytes are made on."""
     return torch.device(_device(of))
 
 
-def _device(of: Traced) -> str:
+def _device(of: TracedGraph) -> str:
     sizes: dict[str, int] = {}
     for one in of.program.storages:
         sizes[one.device] = sizes.get(one.device, 0) + one.bytes
     return max(sizes, key=sizes.__getitem__, default="cpu")
 
 
-def _barred(of: Traced) -> set[int]:
+def _barred(of: TracedGraph) -> set[int]:
     """Storages that outlive the graph, or that something may touch that wants its own."""
     barred = {at for at, one in enumerate(of.program.storages) if one.kept}
     for at, node in enumerate(of.nodes):

@@ -1,6 +1,6 @@
-"""What a planner sees of a graph: operations, the storages that they make, and who waits for whom.
+"""Defines what a planner sees of a graph: operations, their storages, and dependencies.
 
-Nothing here knows torch: a random program is as good as one that `traced` reads from a graph.
+Nothing here knows torch: a random program is as good as one that `tracing` reads from a graph.
 """
 
 from collections.abc import Iterable, Sequence

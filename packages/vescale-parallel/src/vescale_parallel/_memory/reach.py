@@ -1,4 +1,4 @@
-"""Who comes before whom in every order: key points, and bytes that no order can avoid."""
+"""Computes which operations precede which in every order: key points, lower bounds."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from vescale_parallel._memory.simulated import Running
+from vescale_parallel._memory.simulation import PrefixState
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search ends with.
 
     Attributes:
@@ -47,7 +47,7 @@ class Found:
 class Items:
     """Groups of operations to be ordered after a prefix, each group in its own fixed order."""
 
-    def __init__(self, running: Running, groups: Sequence[Sequence[int]]) -> None:
+    def __init__(self, running: PrefixState, groups: Sequence[Sequence[int]]) -> None:
         self.of, self.groups = running.of, groups
         self.live = running.live
         item = {operation: at for at, group in enumerate(groups) for operation in group}
@@ -65,7 +65,7 @@ class Items:
             self._mask(storage, item, running)
         self.parts = [tuple(self._parts(at)) for at in range(len(groups))]
 
-    def _mask(self, storage: int, item: dict[int, int], running: Running) -> None:
+    def _mask(self, storage: int, item: dict[int, int], running: PrefixState) -> None:
         one, mask = self.of.storages[storage], 0
         if one.kept:
             return
@@ -157,7 +157,7 @@ def members(mask: int) -> Iterator[int]:
 
 def searched(
     items: Items, upper: int, floor: int, *, deadline: float, states: int = 20_000
-) -> Found:
+) -> SearchResult:
     """Look for the order of the items with the lowest peak below `upper`.
 
     `floor` is a peak that is reached elsewhere, or cannot be avoided: nothing is gained below it.
@@ -171,12 +171,12 @@ def searched(
     count = pushed = 0
     while heap:
         if count >= states or (count % 32 == 0 and time.monotonic() > deadline):
-            return Found(None, upper, proven=False)
+            return SearchResult(None, upper, proven=False)
         peak, _, _, node = heapq.heappop(heap)
         # The first complete order that comes off the heap is the best: all others have a higher
         # peak already, and peaks only grow.
         if node.done == everything:
-            return Found(node.path(), peak, proven=True)
+            return SearchResult(node.path(), peak, proven=True)
         if seen.get(node.done, peak) < peak:
             continue  # the same set was reached with a lower peak since this was pushed
         count += 1
@@ -196,7 +196,7 @@ def searched(
             entry = (child.peak, -child.done.bit_count(), pushed, child)
             heapq.heappush(heap, entry)
             pushed += 1
-    return Found(None, upper, proven=True)
+    return SearchResult(None, upper, proven=True)
 
 
 class _Node:

@@ -1,4 +1,4 @@
-"""Which dim of a batch has its rows, which parts of a step are made of."""
+"""Reads from the layout of a batch which dim holds its rows."""
 
 from typing import Final
 

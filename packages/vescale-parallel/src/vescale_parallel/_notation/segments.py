@@ -1,4 +1,4 @@
-"""Which coordinates hold which elements along one dim of a tensor, in the order of the dim."""
+"""Lists the coordinates that hold elements along one dim, in the order of the dim."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from vescale_dtensor import DTensor
 
-from vescale_parallel._pipeline.finish import NewGradients
+from vescale_parallel._pipeline.finish.step_end import NewGradients
 from vescale_parallel._step.parts import Part, loss_of
-from vescale_parallel._zero.schedule import SCHEDULE
-from vescale_parallel._zero.schedule import Schedule as Zero
+from vescale_parallel._zero.schedule import zero_schedule_of
 
 
 def divided(part: Part, count: int, dim: int) -> list[tuple[Part, float]]:
@@ -45,8 +44,8 @@ def sizes_of(rows: int, count: int) -> list[int]:
 
 def drop_kept(model: nn.Module) -> None:
     """Gradients of microbatches before one that failed: nobody will ask for their sum."""
-    zero = getattr(model, SCHEDULE, None)
-    if isinstance(zero, Zero):
+    zero = zero_schedule_of(model)
+    if zero is not None:
         zero.drop_kept()
 
 
@@ -66,13 +65,13 @@ class MicrobatchStep:
         """Return the loss of the whole batch; gradients are left complete."""
         total: Tensor | None = None
         parts = divided(part, self.microbatches, self._dim)
-        zero = getattr(self._model, SCHEDULE, None)
+        zero = zero_schedule_of(self._model)
         trained = [p for p in self._model.parameters() if p.requires_grad]
         new = NewGradients([p for p in trained if p.grad is None])
         for at, (one, weight) in enumerate(parts):
             # The last microbatch reduces what all of them have left: one collective for each unit
             # and step.
-            keeps = isinstance(zero, Zero) and at + 1 < len(parts)
+            keeps = zero is not None and at + 1 < len(parts)
             try:
                 with zero.no_sync() if keeps else nullcontext():  # type: ignore[union-attr]
                     found = loss_of(one, self._model(*one.args, **one.kwargs)) * weight

@@ -1,4 +1,4 @@
-"""What `forward_backward` calls of a model in stages."""
+"""Computes a step of `forward_backward` for a model in stages."""
 
 from __future__ import annotations
 
@@ -14,43 +14,46 @@ from vescale_comm.agreement import gather_numbers
 
 from vescale_parallel._common.agreement import everyone
 from vescale_parallel._common.messages import listed
-from vescale_parallel._pipeline.collected import hides_hooks
-from vescale_parallel._pipeline.finish import (
+from vescale_parallel._pipeline.finish.outputs import broadcast_output, transfer_problem
+from vescale_parallel._pipeline.finish.refused_hooks import AutogradHooks
+from vescale_parallel._pipeline.finish.same_calls import (
+    HooksChanged,
+    SameCalls,
+    drawn_from,
+    plain_of,
+)
+from vescale_parallel._pipeline.finish.step_end import (
     EarlierGradients,
     NewGradients,
-    Trained,
     finish_step,
     is_whole,
     note_of,
     require_success,
 )
-from vescale_parallel._pipeline.held import forget_held, is_plain
-from vescale_parallel._pipeline.kinds import Kind, is_in_hook, is_lacking
-from vescale_parallel._pipeline.measured import Stopwatch, choose_schedule
-from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.microbatches import divided, drop_kept
-from vescale_parallel._pipeline.outputs import telling, told_to_all
-from vescale_parallel._pipeline.refused_hooks import Hooked
-from vescale_parallel._pipeline.rehearsal import Rehearsal
-from vescale_parallel._pipeline.route import Routes
-from vescale_parallel._pipeline.runner import (
+from vescale_parallel._pipeline.plan.model_walk import ModelWalk, TrainedParameters, Walker
+from vescale_parallel._pipeline.run.measurements import Stopwatch, choose_schedule
+from vescale_parallel._pipeline.run.messages import Lines
+from vescale_parallel._pipeline.run.rank_stages import RankStages
+from vescale_parallel._pipeline.run.runner import (
     Microbatch,
     Runner,
     first_microbatches,
     forwards_only,
     writes_of,
 )
-from vescale_parallel._pipeline.same_calls import HooksChanged, SameCalls, drawn_from, plain_of
-from vescale_parallel._pipeline.scene import Scene
-from vescale_parallel._pipeline.streams import Place, after
+from vescale_parallel._pipeline.run.stage_parameters import forget_held, is_plain
+from vescale_parallel._pipeline.run.state_writes import require_specs, tell_buffers
+from vescale_parallel._pipeline.run.trial_run import TrialRun
+from vescale_parallel._pipeline.trace.hook_results import hides_hooks
+from vescale_parallel._pipeline.trace.loss_dependence import agreed_kinds, dependence_report
+from vescale_parallel._pipeline.trace.microbatch_kinds import Kind, is_in_hook, is_lacking
+from vescale_parallel._pipeline.trace.route import Routes
+from vescale_parallel._pipeline.trace.streams import Place, after
 from vescale_parallel._pipeline.units import look_at_hooks, watch_within
-from vescale_parallel._pipeline.used import agreed_kinds, told_of
-from vescale_parallel._pipeline.walked import Walked, Walker
-from vescale_parallel._pipeline.written import require_specs, tell_buffers
 from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._step.parts import Part
-from vescale_parallel._zero.schedule import SCHEDULE
-from vescale_parallel._zero.schedule import Schedule as Zero
+from vescale_parallel._zero.schedule import zero_schedule_of
 
 _MEASURED: Final = 2
 """Which training step is measured for `schedule="auto"`."""
@@ -74,7 +77,7 @@ class StagedStep:
         dim: the dim of rows.
     """
 
-    def __init__(self, scene: Scene, lines: Lines, mesh: DeviceMesh, dim: int) -> None:
+    def __init__(self, scene: RankStages, lines: Lines, mesh: DeviceMesh, dim: int) -> None:
         self._scene, self._lines, self._mesh, self._dim = scene, lines, mesh, dim
         self._same = SameCalls(mesh, scene.stepped)
         self._group = everyone(mesh)
@@ -93,9 +96,7 @@ class StagedStep:
         self._still: dict[int, Kind] = {}
         # Whether a first forward may begin before all ranks are known to call alike. Not one that
         # exchanges anything beside its messages: with ranks that call otherwise it would wait.
-        self._may_begin = is_plain(scene.mesh) and not isinstance(
-            getattr(scene.model, SCHEDULE, None), Zero
-        )
+        self._may_begin = is_plain(scene.mesh) and zero_schedule_of(scene.model) is None
         # The forward hooks of modules at the end of the latest call that went well.
         self._hooks: list[int] | None = None
 
@@ -127,7 +128,7 @@ class StagedStep:
     def _stepped(
         self,
         microbatches: list[Microbatch],
-        walked: Walked,
+        walked: ModelWalk,
         agreed: Callable[[], None] | None = None,
     ) -> Tensor:
         """The loss of microbatches, with their gradients. Collective."""
@@ -139,10 +140,10 @@ class StagedStep:
         schedule = schedule if trains else forwards_only(schedule)
         watch = Stopwatch(self._mesh.device_type) if trains and self._unmeasured == 1 else None
         # In the order of the model, which is that of the numbers in the message.
-        trained = walked.trained() if trains else Trained([], [])
+        trained = walked.trained() if trains else TrainedParameters([], [])
         earlier = EarlierGradients(self._shared_of(walked.named) if trains else [])
         # What units of `zero` keep is told by the parameter itself alone.
-        is_kept = isinstance(getattr(scene.model, SCHEDULE, None), Zero)
+        is_kept = zero_schedule_of(scene.model) is not None
         new = NewGradients(
             [p for p in trained.parameters if p.grad is None] if is_kept else trained.without()
         )
@@ -191,7 +192,7 @@ class StagedStep:
         def keep(output: Any) -> Tensor:
             running = self._scene.running
             output = output if running is None else running.known(output)
-            problem = telling(output)
+            problem = transfer_problem(output)
             if problem is not None:
                 raise problem
             outputs.append(output)
@@ -202,25 +203,25 @@ class StagedStep:
         try:
             walked = self._walker.walk()
             microbatches, _ = self._prepared(Part(args, kwargs, keep), 1, walked, "output")
-            # A rehearsal calls the loss as well: its output holds placeholders.
-            outputs.clear()  # of a rehearsal
+            # A trial run calls the loss as well: its output holds placeholders.
+            outputs.clear()  # of a trial run
             self._run(forwards_only(first_microbatches(self._schedule, 1)), microbatches)
             self._hooks = self._walker.hooks()
         finally:
             # Otherwise the next step would run without the hooks of the model.
             scene.call = None
-        return told_to_all(outputs[-1] if outputs else None, scene, self._lines)
+        return broadcast_output(outputs[-1] if outputs else None, scene, self._lines)
 
     def _prepared(
         self,
         part: Part,
         count: int,
-        walked: Walked,
+        walked: ModelWalk,
         what: str = "loss",
         *,
         may_begin: bool = False,
     ) -> tuple[list[Microbatch], Callable[[], None] | None]:
-        """The microbatches of a call that all ranks make alike, rehearsed. Collective.
+        """The microbatches of a call that all ranks make alike, after trial runs. Collective.
 
         Beside them what waits for the other ranks to tell of their calls, and raises: None where
         they have. It is asked for before anything is sent.
@@ -230,8 +231,8 @@ class StagedStep:
         scene.is_compiled = walked.is_compiled
         start = scene.streams.here()
         modes = (*walked.modes(self._mesh.device_type), what)
-        hooked = Hooked.of(walked, scene)
-        # Of a kind that was rehearsed without them.
+        hooked = AutogradHooks.of(walked, scene)
+        # Of a kind that was tried without them.
         has_new = bool(self._kinds) and self._hooks != self._walker.hooks()
         setting = {
             "parameters with hooks": str(hooked.parameters),
@@ -258,14 +259,14 @@ class StagedStep:
         hooked.refuse()
         return self._learned(part, count, modes, start), None
 
-    def _learned_anew(self, part: Part, count: int, walked: Walked) -> list[Microbatch]:
-        """The microbatches of a step, rehearsed with the hooks of now. Collective."""
+    def _learned_anew(self, part: Part, count: int, walked: ModelWalk) -> list[Microbatch]:
+        """The microbatches of a step, after a trial run with the hooks of now. Collective."""
         self._forget_kinds()
         modes = (*walked.modes(self._mesh.device_type), "loss")
         return self._learned(part, count, modes, self._scene.streams.here())
 
     def _learned(self, part: Part, count: int, modes: object, start: Place) -> list[Microbatch]:
-        """The microbatches of a call, rehearsed. Collective.
+        """The microbatches of a call, after trial runs. Collective.
 
         All ranks decide alike: what they decide by has been compared.
         """
@@ -277,15 +278,15 @@ class StagedStep:
         return self._placed(parts, keys)
 
     def _learn(self, parts: list[tuple[Part, float]], keys: list[Any], start: Place) -> None:
-        """Rehearse microbatches of new kinds. Collective."""
+        """Try microbatches of new kinds. Collective."""
         # A rank that failed goes on to the vote: the others are on their way there.
-        failure = self._rehearse(parts, keys)
+        failure = self._try_kinds(parts, keys)
         if self._shall_collect(failure):
-            failure = self._rehearse(parts, keys)
+            failure = self._try_kinds(parts, keys)
         elif self._may_hide(failure):
-            failure = self._rehearse_with_hooks(parts, keys)
+            failure = self._try_with_hooks(parts, keys)
         new = [key for key in dict.fromkeys(keys) if not self._is_agreed(key)]
-        note = b"" if failure is not None else told_of(self._kinds[key] for key in new)
+        note = b"" if failure is not None else dependence_report(self._kinds[key] for key in new)
         told = self._require_success(failure, start, note)
         kinds = agreed_kinds([self._kinds[key] for key in new], told, self._lines.ranks)
         self._kinds.update(zip(new, kinds, strict=True))
@@ -313,7 +314,7 @@ class StagedStep:
         schedule: Schedule,
         microbatches: list[Microbatch],
         watch: Stopwatch | None = None,
-        trained: Trained | None = None,
+        trained: TrainedParameters | None = None,
         agreed: Callable[[], None] | None = None,
     ) -> tuple[Tensor | None, dict[int, bytes]]:
         """Run a schedule; returns this rank's part of the loss, and what all tell. Collective."""
@@ -372,7 +373,7 @@ class StagedStep:
             return {}
         return drawn_from(start)
 
-    def _rehearse(self, parts: list[tuple[Part, float]], keys: list[Any]) -> BaseException | None:
+    def _try_kinds(self, parts: list[tuple[Part, float]], keys: list[Any]) -> BaseException | None:
         # All at once and by number, so that every rank forgets at the same call.
         if len(self._kinds) >= _KINDS:
             self._forget_kinds()
@@ -380,13 +381,13 @@ class StagedStep:
         try:
             for (one, _), key in zip(parts, keys, strict=True):
                 if key not in self._kinds:
-                    rehearsal = Rehearsal(self._scene, self._lines)
+                    trial = TrialRun(self._scene, self._lines)
                     # With a graph also for an evaluation: what needs gradients is known for both.
                     # Not of tensors of inference mode, which no graph can keep.
                     with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
-                        self._kinds[key] = rehearsal.run(one)
-                    # After the last one: ranks that know of none go on to the next rehearsal.
-                    problem = problem or rehearsal.problem
+                        self._kinds[key] = trial.run(one)
+                    # After the last one: ranks that know of none go on to the next trial run.
+                    problem = problem or trial.problem
                     forget_held(self._scene.held)
         except CommError:
             raise  # who does not answer now would not later: nothing can be told to others
@@ -404,7 +405,7 @@ class StagedStep:
         """Whether hooks within blocks are called on all stages from now on. Collective."""
         scene = self._scene
         may = is_lacking(failure) and not scene.collects and watch_within(scene)
-        # All or none: what is rehearsed again is a collective of the ranks of each stage.
+        # All or none: what is tried again is a collective of the ranks of each stage.
         scene.collects = scene.collects or self._all(may)
         return may and scene.collects
 
@@ -419,7 +420,7 @@ class StagedStep:
         """Whether it is so on all ranks. Collective."""
         return all(one for (one,) in gather_numbers([int(so)], self._group))
 
-    def _rehearse_with_hooks(
+    def _try_with_hooks(
         self, parts: list[tuple[Part, float]], keys: list[Any]
     ) -> BaseException | None:
         """Call hooks on all stages, and go on so if the model uses what they collect. Collective.
@@ -431,7 +432,7 @@ class StagedStep:
         known, self._kinds = self._kinds, {}
         watch_within(scene)
         scene.collects = True
-        failure = self._rehearse(parts, keys)
+        failure = self._try_kinds(parts, keys)
         in_hook = is_in_hook(failure)
         uses = any(kind.uses for kind in self._kinds.values())
         own = [int(in_hook), int(failure is not None and not in_hook), int(uses)]

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from vescale_dtensor import untraced
 
+from vescale_parallel._common.pickle_refusal import NotPickled
 from vescale_parallel._common.torch_compat import compiler_callback, in_backward
-from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.collected import Within, hooked_within
-from vescale_parallel._pipeline.outputs import Evaluates, require_no_cache
-from vescale_parallel._pipeline.scene import Scene
+from vescale_parallel._pipeline.finish.outputs import Evaluates, require_no_cache
+from vescale_parallel._pipeline.run.rank_stages import RankStages
+from vescale_parallel._pipeline.trace.hook_results import InnerHook, hooked_within
 
 _AS_IT_IS: Final = (
     "torch.compile runs this block of a model in stages as it is: its backend is given nothing to "
@@ -33,7 +33,7 @@ _NO_COPY: Final = (
 )
 
 
-def install_units(scene: Scene, step: Evaluates) -> None:
+def install_units(scene: RankStages, step: Evaluates) -> None:
     """Register hooks on blocks, and on modules outside of them that hold parameters.
 
     Args:
@@ -52,7 +52,7 @@ def install_units(scene: Scene, step: Evaluates) -> None:
     scene.model.forward = _Whole(scene, scene.model.forward, step, refuse)
 
 
-def look_at_hooks(scene: Scene) -> None:
+def look_at_hooks(scene: RankStages) -> None:
     """Be called before hooks on units that others have registered, and nowhere else.
 
     A hook costs twice a call of a module; who sees no difference is spared it.
@@ -62,22 +62,22 @@ def look_at_hooks(scene: Scene) -> None:
             unit.listen()
 
 
-def watch_within(scene: Scene) -> bool:
-    """Hear of modules within blocks that have forward hooks; returns whether there are any."""
+def watch_within(scene: RankStages) -> bool:
+    """Watch modules within blocks that have forward hooks; returns whether there are any."""
     found = False
     for unit in scene.split.blocks:
         for name, module in hooked_within(scene.model.get_submodule(unit)):
             found = True
-            if not any(isinstance(hook, Within) for hook in module._forward_hooks.values()):
+            if not any(isinstance(hook, InnerHook) for hook in module._forward_hooks.values()):
                 # Behind all others: a hook may replace the result.
                 module.register_forward_hook(
-                    Within(lambda: scene.running if scene.collects else None, unit, name),
+                    InnerHook(lambda: scene.running if scene.collects else None, unit, name),
                     with_kwargs=True,
                 )
     return found
 
 
-class UnitForward(Unpickled):
+class UnitForward(NotPickled):
     """Takes the place of a unit's forward: as it was, on the stages that have the unit.
 
     Attributes:
@@ -90,7 +90,7 @@ class UnitForward(Unpickled):
     """
 
     def __init__(
-        self, scene: Scene, name: str, module: nn.Module, forward: Callable[..., Any]
+        self, scene: RankStages, name: str, module: nn.Module, forward: Callable[..., Any]
     ) -> None:
         self.scene, self.name, self.module, self.forward = scene, name, module, forward
         self.before: RemovableHandle | None = None
@@ -113,7 +113,7 @@ class UnitForward(Unpickled):
             self.before = register(_Enter(self), prepend=True, with_kwargs=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute, or stand in for who does."""
+        """Compute, or return placeholders."""
         # `untraced` written out: most calls of a step come here.
         if _is_compiling() or compiler_callback() is not None:
             return self._within_compiled(*args, **kwargs)
@@ -145,7 +145,7 @@ class UnitForward(Unpickled):
         raise PipelineError(_NO_COPY)
 
 
-class _OfUnit(Unpickled):
+class _OfUnit(NotPickled):
     def __init__(self, unit: UnitForward) -> None:
         self.unit = unit
 
@@ -168,10 +168,10 @@ class _Leave(_OfUnit):
             running.leave(self.unit.name, output)
 
 
-class _Refuse(Unpickled):
+class _Refuse(NotPickled):
     """Refuses calls of the model itself, outside of a step, that no rank can compute."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: RankStages) -> None:
         self.scene = scene
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -195,10 +195,10 @@ class _Refuse(Unpickled):
         require_no_cache(kwargs)
 
 
-class _Whole(Unpickled):
+class _Whole(NotPickled):
     """The forward of the model itself: outside of a step, that of all stages."""
 
-    def __init__(self, scene: Scene, forward: Any, step: Evaluates, refuse: _Refuse) -> None:
+    def __init__(self, scene: RankStages, forward: Any, step: Evaluates, refuse: _Refuse) -> None:
         self.scene, self.step, self.refuse = scene, step, refuse
         # `generate` looks for the names of arguments.
         self.__wrapped__ = forward

@@ -3,6 +3,7 @@
 Top to bottom (imports point down); all but `plan` take and give plain data:
 
 - `plan`: the class. It keeps the text that a user wrote, and asks the others.
+- `fields`: its fields that have fields of their own, `Zero`, `Pipeline` and `Invariant`.
 - `search`: layouts side by side by the cost model.
 - `presets`: what `Plan.from_hf`, `for_decoder`, `for_encoder` and `for_vit` say of a model.
 - `declared`: the layout that a Hugging Face configuration declares; `styles`: its vocabulary.

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_parallel._plan.fields import Zero
+
 _STATES_BYTES = 8
 """Of an element: Adam's two moments in float32, what most people train with."""
 _SHARE = 0.6
@@ -23,7 +25,7 @@ def data_parallel(
     # All axes: ranks of one that the batch does not use would repeat each other.
     batch = ", ".join(f"{axis}:0" for axis in axes) or None
     level = zero_level(model, sizes.get(over, 1), memory)
-    return {"batch": batch, "axes": axes, "over": over, "zero": level}
+    return {"batch": batch, "axes": axes, "zero": Zero(level, over=over)}
 
 
 def zero_level(model: nn.Module, ranks: int, memory: float | None) -> int:

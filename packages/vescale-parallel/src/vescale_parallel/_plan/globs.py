@@ -1,4 +1,4 @@
-"""From a layout for each name to the few rules that a person would have written."""
+"""Reduces a layout for each name to the few rules that a person would have written."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -24,25 +25,31 @@ from vescale_parallel._cost import Cluster
 from vescale_parallel._cost.links import named_cluster
 from vescale_parallel._errors import PlanError
 from vescale_parallel._experts.rules import parse_experts
-from vescale_parallel._invariant.resolve import InvariantWords, parse_invariant, resolve_invariant
-from vescale_parallel._pipeline.given import read_schedule, require_text
-from vescale_parallel._pipeline.rules import parse_pipeline, require_together
+from vescale_parallel._invariant.resolve import InvariantWords, resolve_invariant
+from vescale_parallel._pipeline.plan.rules import parse_pipeline, require_together
+from vescale_parallel._pipeline.plan.schedule_choice import Own, require_text
 from vescale_parallel._plan import presets
 from vescale_parallel._plan.data import data_parallel
 from vescale_parallel._plan.edit import joined, layout_text, merged, point_rule
+from vescale_parallel._plan.fields import (
+    Invariant,
+    Pipeline,
+    Zero,
+    as_invariant,
+    as_pipeline,
+    as_zero,
+    edited_fields,
+    merged_fields,
+    plan_fields,
+    without_idle,
+)
 from vescale_parallel._plan.picture import report_svg
 from vescale_parallel._plan.report_json import report_json
 from vescale_parallel._plan.search import Candidate, Question, search
 from vescale_parallel._plan.toml import read_toml, toml_of
-from vescale_parallel._plan.words import (
-    copied_rules,
-    default_of,
-    plan_fields,
-    require_batch,
-    require_sequence,
-)
+from vescale_parallel._plan.words import copied_rules, require_batch, require_sequence
+from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._untrusted import parse_json
-from vescale_parallel._zero.offload import spelled_offload
 from vescale_parallel._zero.precision import spelled
 from vescale_parallel._zero.rules import parse_zero
 
@@ -70,48 +77,27 @@ class Plan:
         batch_is: "global": every rank passes the whole batch. "local": every rank passes its own
             rows, any number of them; the global batch is all of them in the order of the ranks.
         axes: names of axes, beside the usual ones, that rules may say and the mesh may lack.
-        zero: what is sharded over the axis `over` besides: 0 nothing, 1 optimizer states, 2 and
-            gradients, 3 and parameters. Or glob over parameter names to such a level, as
-            `{"embed*": 1, "*": 3}`.
-        over: the axis that `zero` shards over. Another axis that the batch is sharded over then
-            only replicates (HSDP): `Plan(batch="replica:0, dp:0", zero=3, over="dp", ...)`.
-        units: glob, or globs, over names of modules whose parameters are gathered as one. None: the
-            repeated blocks of the model (the members of a list of one type), and the rest.
-        prefetch: how many units are gathered ahead of the one that computes; "auto": one, and in
-            forward, at level 3, as many as take 1 MiB together, by one collective.
-        behind: of how many units gradients may be on their way at a time, while backward computes
-            the ones before; 0: it waits for each. Each takes memory for all its gradients; "auto":
-            as many as take 4 MiB together, so that small units overlap and large ones do not; what
-            takes 1 MiB together is reduced by one collective.
+        zero: what is sharded over the data-parallel axis besides, see `Zero`. A level alone will
+            do: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters; or glob over
+            parameter names to such a level, as `{"embed*": 1, "*": 3}`.
         precision: dtypes by their use, as `{"compute": "bfloat16", "reduce": "float32"}`, or glob
             over names of parameters and buffers to such a mapping. Parameters are cast to `compute`
             before they are sent, and modules compute with them in it; `zero` sums gradients in
             `reduce` (as `compute` where it is left out); parameters, their gradients and the states
             of optimizers are stored in `master`, and buffers of modules in `buffers`. What is left
             out keeps the dtype in which the model was built.
-        owned: glob, or globs, over names of parameters that `zero` does not shard: one rank of
-            `over` stores each in full, and steps it, as an optimizer of matrices (Muon, Shampoo)
-            needs. Owners are balanced by what such a step costs, over all units.
-        block: so many elements in a row of a local parameter stay on one rank, as the blocks of an
-            optimizer with quantised states; or the extents of tiles of its matrices, as (128, 128).
-        offload: what lies on the host of what `zero` shards: True, all; "optimizer": parameters as
-            an optimizer steps them, their gradients and states, and the device keeps the values
-            that it computes with; "parameters" (at level 3): those as well. Or glob to such a word.
         checkpoint: what is computed again in backward, in place of being kept from forward: "full":
             each repeated block; a number n: every n-th of them; "selective": each, but results of
             matrix products, attention and convolutions are kept; "save: matmul, aten::topk": as
             that, for operators of your choice; "24GB": as many blocks as it takes for activations
             of a rank to stay below, by the estimate of `check`. Or glob over module names to one of
             "full", "selective", "save: ..." and "none"; of modules within others, the outermost.
-        deterministic: "dp-invariant": losses and parameters have the same bits on any number of
-            ranks that share the batch. Steps are made by `forward_backward`.
-        shards: logical shards that the batch is cut into for that; no more ranks may share it.
-        pipeline: how the model is divided into stages over the axis "pp": {"stages": glob over
-            modules that are its blocks (without it: its repeated blocks), or one for each stage;
-            "schedule": a name of `schedules.SCHEDULES`, "auto", a CSV file, or a function of ranks
-            and microbatches; "chunks": stages a rank (interleaved, auto); "memory": bytes a rank
-            may keep (auto); "everywhere": globs over what every stage holds; "microbatches"}.
+        deterministic: `Invariant(shards=8)`, or "dp-invariant" for it: losses and parameters have
+            the same bits on any number of ranks that share the batch.
+        pipeline: how the model is divided into stages over the axis "pp", see `Pipeline`. A
+            schedule alone will do, as "1f1b".
         microbatches: into how many `forward_backward` divides a batch, with stages or without.
+            None: one, or as many as a schedule of your own has.
         experts: the axis, or axes as "dp, ep", over which experts are sharded: tokens are sent to
             the ranks that hold the experts which they chose. Or glob over module names to that, for
             modules that do not say by themselves that they hold experts. `batch` names it, too.
@@ -123,8 +109,10 @@ class Plan:
         PlanError: a glob or layout cannot be read; the message quotes the part that is wrong.
 
     Examples:
-        >>> plan = Plan(parameters={"*.up.weight": "tp:0", "*": "replicate"})
+        >>> plan = Plan(parameters={"*.up.weight": "tp:0", "*": "replicate"}, zero=3)
         >>> Plan.from_json(plan.to_json()) == plan
+        True
+        >>> (plan | Plan(zero=Zero(prefetch=2))).zero == Zero(3, prefetch=2)
         True
     """
 
@@ -133,19 +121,11 @@ class Plan:
     batch: str | None = "dp:0"
     batch_is: Literal["global", "local"] = "global"
     axes: tuple[str, ...] = AXES
-    zero: int | Mapping[str, int] = 0
-    over: str = "dp"
-    units: str | tuple[str, ...] | None = None
-    prefetch: int | Literal["auto"] = "auto"
-    behind: int | Literal["auto"] = "auto"
+    zero: Zero | int | Mapping[str, int] = field(default_factory=Zero)
     precision: Mapping[str, Any] | None = None
-    owned: str | tuple[str, ...] | None = None
-    block: int | tuple[int, int] = 1
-    offload: bool | str | Mapping[str, bool | str] | None = None
     checkpoint: str | int | Mapping[str, str] | None = None
-    deterministic: Literal["dp-invariant"] | None = None
-    shards: int = 8
-    pipeline: Mapping[str, Any] | None = None
+    deterministic: Invariant | Literal["dp-invariant"] | None = None
+    pipeline: Pipeline | str | Path | Schedule | Own | None = None
     microbatches: int | None = None
     experts: str | Mapping[str, str] | None = None
     local_rows: str | tuple[str, ...] | None = None
@@ -161,18 +141,18 @@ class Plan:
         if isinstance(axes, str) or not all(isinstance(axis, str) for axis in self.axes):
             raise PlanError(f"plan axes: expected a tuple of names, got {axes!r}.")
         object.__setattr__(self, "axes", tuple(self.axes))
-        for name in ("zero", "checkpoint", "pipeline", "experts"):
+        for name in ("checkpoint", "experts"):
             if isinstance(getattr(self, name), Mapping):
                 object.__setattr__(self, name, dict(getattr(self, name)))
-        object.__setattr__(self, "pipeline", read_schedule(self.pipeline))
-        for name, spell in (("precision", spelled), ("offload", spelled_offload)):
-            object.__setattr__(self, name, spell(getattr(self, name)))
-        for name in ("units", "owned", "block", "local_rows"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "precision", spelled(self.precision))
+        object.__setattr__(self, "zero", as_zero(self.zero))
+        object.__setattr__(self, "pipeline", as_pipeline(self.pipeline))
+        object.__setattr__(self, "deterministic", as_invariant(self.deterministic))
+        local_rows: object = self.local_rows
+        if isinstance(local_rows, list):
+            object.__setattr__(self, "local_rows", tuple(local_rows))
         require_batch(self.batch, self.batch_is)
         require_sequence(self.sequence, self.batch)
-        parse_invariant(self.deterministic, self.shards)
         # Reading is all that happens here; what it means for a model is for `check` to find out.
         self._parsed()
 
@@ -183,9 +163,9 @@ class Plan:
             self.activations,
             self.batch,
             self.axes,
-            parse_zero(self),
+            parse_zero(as_zero(self.zero), self.precision),
             parse_checkpoint(self.checkpoint),
-            parse_pipeline(self.pipeline, self.microbatches),
+            parse_pipeline(as_pipeline(self.pipeline), self.microbatches),
             parse_experts(self.experts),
             self.local_rows,
         )
@@ -205,10 +185,11 @@ class Plan:
         """
         report = check_rules(self._parsed(), model, mesh_shape, inputs)
         require_together(report, self.batch_is, self.deterministic)
-        words = InvariantWords(self.deterministic, self.shards, self.batch_is)
+        said = as_invariant(self.deterministic)
+        words = InvariantWords(None if said is None else said.shards, self.batch_is)
         invariant = resolve_invariant(words, model, report)
-        # Logical shards keep their gradients until the last of them: no reduction is behind it.
-        changed: Any = {} if invariant is None else {"behind": None, "invariant": invariant}
+        # Logical shards keep their gradients until the last of them: no reduction is ahead of it.
+        changed: Any = {} if invariant is None else {"reduce_ahead": None, "invariant": invariant}
         return replace(report, batch_is=self.batch_is, sequence=self.sequence, **changed)
 
     def explain(
@@ -264,7 +245,7 @@ class Plan:
                 dim 1; for models whose activations are (batch, sequence, features).
             styles: styles beside, or in place of, what the model declares, by its names with `*`
                 for indices, as `{"model.layers.*.mlp.gate_proj": "colwise"}`.
-            **fields: of the plan, as `zero=3`; `pipeline=` without stages takes declared blocks.
+            **fields: as of `with_`; a `pipeline` without stages takes the declared blocks.
 
         Raises:
             PlanError: a style that is declared is not known, or no model can be built.
@@ -277,7 +258,9 @@ class Plan:
             sequence_parallel=sequence_parallel,
             styles=styles,
         )
-        return cls(**(draft._asdict() | presets.with_declared_stages(model_or_config, fields)))
+        plan = cls(**draft._asdict()).with_(**fields)
+        stages = presets.with_declared_stages(model_or_config, plan.pipeline)
+        return replace(plan, pipeline=stages)
 
     @classmethod
     def for_decoder(
@@ -294,7 +277,7 @@ class Plan:
             model: on any device, also "meta".
             axis: the axis for tensor parallelism.
             sequence_parallel: as for `from_hf`.
-            **fields: of the plan, as `zero=3`.
+            **fields: as of `with_`: `zero=3`.
 
         Raises:
             PlanError: there are no such blocks, layers or tables.
@@ -321,7 +304,7 @@ class Plan:
     ) -> "Plan":
         draft = presets.by_shape(model, what=what, axis=axis, sequence_parallel=sequence_parallel)
         # What the caller says wins, also over rules of the preset.
-        return cls(**(draft._asdict() | given))
+        return cls(**draft._asdict()).with_(**given)
 
     @classmethod
     def data_parallel(
@@ -339,9 +322,9 @@ class Plan:
             mesh: a mesh, or its sizes by axis in mesh order.
             memory: bytes of a device. Parameters, gradients and Adam's states are sharded (`zero`)
                 as far as they have to be to fit into 60 % of it. None: not at all.
-            **fields: of the plan, as `prefetch=2`.
+            **fields: as of `with_`: `prefetch=2`.
         """
-        return cls(**(data_parallel(model, mesh_sizes(mesh), memory) | fields))
+        return cls(**data_parallel(model, mesh_sizes(mesh), memory)).with_(**fields)
 
     @classmethod
     def search(
@@ -408,22 +391,28 @@ class Plan:
         return found
 
     def with_(self, **fields: Any) -> "Plan":
-        """Return the plan with other values of these fields; `|` merges rules instead."""
-        return replace(self, **fields)
+        """Return the plan with other values of these fields; `|` merges rules instead.
+
+        Fields of `Zero`, `Pipeline` and `Invariant` are named by themselves, and change nothing
+        beside them: `plan.with_(over="replica", chunks=4)`. So do a level or a schedule alone, as
+        `zero=3` or `pipeline="zbv"`: the rest of that field stays. `zero=Zero(3)` replaces it all.
+
+        Raises:
+            PlanError: there is no such field, or the plan that comes of it cannot be read.
+        """
+        return replace(self, **edited_fields(self, fields))
 
     def __or__(self, other: "Plan") -> "Plan":
         """Return both plans' rules, those of `other` first, so that they win; `"*"` stays the last.
 
-        Of the other fields, those of `other` that are not the default win.
+        Of the other fields, those of `other` that are not at their default win; what is at its
+        default it does not say, as a plan of rules alone. Of `Zero`, `Pipeline` and `Invariant`
+        that holds field by field: `Plan(zero=3) | Plan(zero=Zero(over="replica"))` has both. Other
+        mappings, as levels by glob, are replaced as a whole.
         """
         if not isinstance(other, Plan):
             return NotImplemented
-        changed = {
-            one.name: value
-            for one in fields(self)
-            # What `other` leaves at its default it does not say, as a plan of rules alone.
-            if (value := getattr(other, one.name)) != default_of(one)
-        }
+        changed = merged_fields(self, other)
         for name in {"parameters", "activations"} & set(changed):
             changed[name] = merged(getattr(self, name), changed[name])
         return replace(self, **changed)
@@ -472,10 +461,7 @@ class Plan:
 
     def to_toml(self) -> str:
         """Return the plan as TOML text; the order of the rules is kept, and None is `false`."""
-        content = asdict(require_text(self))
-        # TOML has no word for nothing: what is not said, and need not be, is left out.
-        idle = {one.name for one in fields(self) if content[one.name] is None is default_of(one)}
-        return toml_of({name: one for name, one in content.items() if name not in idle})
+        return toml_of(without_idle(self, asdict(require_text(self))))
 
     @classmethod
     def from_toml(cls, text: str) -> "Plan":
@@ -484,7 +470,7 @@ class Plan:
         Raises:
             PlanError: the text is not TOML, or holds something that is not part of a plan.
         """
-        return cls(**plan_fields(read_toml(text), "TOML", fields(cls)))
+        return cls(**plan_fields(read_toml(text), "TOML", [one.name for one in fields(cls)]))
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -497,4 +483,4 @@ class Plan:
             content: Any = parse_json(text)
         except ValueError as error:
             raise PlanError(f"a plan as JSON cannot be read: {str(error)[:300]}") from error
-        return cls(**plan_fields(content, "JSON", fields(cls)))
+        return cls(**plan_fields(content, "JSON", [one.name for one in fields(cls)]))

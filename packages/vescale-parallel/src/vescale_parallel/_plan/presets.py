@@ -1,6 +1,7 @@
-"""What a preset says of a model: rules for its parameters, and for its activations."""
+"""Writes the rules of a preset for a model: its parameters, and its activations."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -15,6 +16,7 @@ from vescale_parallel._plan.declared import (
     model_of,
     stack_layouts,
 )
+from vescale_parallel._plan.fields import Pipeline, as_pipeline
 from vescale_parallel._plan.globs import rules_of
 from vescale_parallel._plan.layers import (
     Blocks,
@@ -72,16 +74,15 @@ def from_hf(
     return _draft(model, layers, roles, stacks, axis, sequence_parallel, merged)
 
 
-def with_declared_stages(model_or_config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan's fields, with the blocks that the model declares where its pipeline has none.
+def with_declared_stages(model_or_config: Any, said: Any) -> Pipeline | None:
+    """Return a plan's pipeline, with the blocks that the model declares where it names none.
 
     The arguments and results that a `base_model_pp_plan` names too are found by running.
     """
-    said = fields.get("pipeline")
-    if not isinstance(said, Mapping) or said.get("stages") is not None:
-        return dict(fields)
-    blocks = declared_blocks(model_of(model_or_config))
-    return {**fields, "pipeline": {**said, "stages": blocks} if blocks else said}
+    pipeline = as_pipeline(said)
+    if pipeline is None or pipeline.stages is not None:
+        return pipeline
+    return replace(pipeline, stages=declared_blocks(model_of(model_or_config)))
 
 
 def by_shape(model: nn.Module, *, what: str, axis: str, sequence_parallel: bool) -> Draft:

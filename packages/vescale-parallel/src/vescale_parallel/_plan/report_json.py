@@ -35,14 +35,14 @@ def report_json(report: Report) -> str:
             }
             for row in report.buffers
         ],
-        "behind": None if report.behind is None else asdict(report.behind),
+        "reduce_ahead": None if report.reduce_ahead is None else asdict(report.reduce_ahead),
         "batch_is": report.batch_is,
         "recomputed": [
             {"module": row.module, "rule": row.rule, "kind": row.kind, "saved": list(row.saved)}
             for row in report.regions
         ],
         "local_rows": list(report.local_rows),
-        "gathered": [asdict(row) for row in report.gathered],
+        "gathers": [asdict(row) for row in report.gathers],
         "captured": [asdict(unit) for unit in report.captured],
         "activation_bytes_a_token": _activations(report),
     }

@@ -1,12 +1,11 @@
 """Words of a plan that are looked at before any is parsed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Any, get_args
 
 from vescale_dtensor import AttentionWay
 
-from vescale_parallel._common.messages import did_you_mean
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.layout import parse_layout
 
@@ -46,19 +45,3 @@ def copied_rules(what: str, rules: Mapping[str, str]) -> dict[str, str]:
         if not isinstance(glob, str):
             raise PlanError(f"plan {what}: a glob is a string, got {glob!r}.")
     return dict(rules)
-
-
-def plan_fields(content: Any, what: str, fields: Sequence[Any]) -> dict[str, Any]:
-    """Return what was read as JSON or TOML (`what`), if these fields of a plan are all that it has.
-
-    Raises:
-        PlanError: it is no plan, or has something else in it.
-    """
-    known = [one.name for one in fields]
-    # Every plan that was written has that key, by which other files are told from plans.
-    if not isinstance(content, dict) or "parameters" not in content:
-        raise PlanError(f"a plan as {what} is an object with the keys {known}.")
-    for name in content:
-        if name not in known:
-            raise PlanError(f"a plan has no '{name}'.{did_you_mean(name, known)} It has {known}.")
-    return content

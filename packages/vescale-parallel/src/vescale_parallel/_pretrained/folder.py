@@ -7,13 +7,13 @@ from typing import Final
 
 from vescale_parallel._common.messages import listed
 from vescale_parallel._errors import PretrainedError
-from vescale_parallel._pretrained.weight_file import Stored, stored_tensors
+from vescale_parallel._pretrained.weight_file import FileTensor, stored_tensors
 from vescale_parallel._untrusted import INDEX, MOST_HEADER, parse_index, read_small
 
 SINGLE: Final = "model.safetensors"
 
 
-def stored_in(folder: Path) -> dict[str, Stored]:
+def stored_in(folder: Path) -> dict[str, FileTensor]:
     """The tensors of a folder by name; headers are read, and no elements.
 
     Raises:

@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from vescale_comm.agreement import by_ranks, gather_failures
-from vescale_dtensor import DTensor, local_leaf
+from vescale_dtensor import DTensor
+from vescale_dtensor.storage import local_leaf
 from vescale_rng import ShardLayout, as_layout, whole
 
 from vescale_parallel._common.agreement import everyone, require_same
@@ -19,9 +20,9 @@ from vescale_parallel._deferred.recording import DeferredTensor, fill_with
 from vescale_parallel._deferred.tape import Fill
 from vescale_parallel._errors import PretrainedError
 from vescale_parallel._pretrained.folder import stored_in
-from vescale_parallel._pretrained.matched import Saved, matched, saved_tensors
-from vescale_parallel._pretrained.together import mesh_of
-from vescale_parallel._pretrained.weight_file import Stored, fill_from_file
+from vescale_parallel._pretrained.model_mesh import mesh_of
+from vescale_parallel._pretrained.name_match import SavedTensor, match_names, saved_tensors
+from vescale_parallel._pretrained.weight_file import FileTensor, fill_from_file
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -54,13 +55,13 @@ def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> 
             they hold or in samples of the values.
     """
     tensors, problem = [], None
-    stored: dict[str, Stored] = {}
-    pairs: list[tuple[Saved, tuple[Stored, ...]]] = []
+    stored: dict[str, FileTensor] = {}
+    pairs: list[tuple[SavedTensor, tuple[FileTensor, ...]]] = []
     try:
         tensors = saved_tensors(model)
         _require_memory(tensors)
         stored = stored_in(Path(folder))
-        pairs = matched(tensors, stored, folder, cast=cast)
+        pairs = match_names(tensors, stored, folder, cast=cast)
     except Exception as error:  # whatever it is, the other ranks must hear of it before it leaves
         problem = error
     mesh = mesh_of(model)
@@ -93,14 +94,14 @@ def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> 
     return model
 
 
-def _load_and_compare(tensor: Tensor, found: Sequence[Stored]) -> None:
+def _load_and_compare(tensor: Tensor, found: Sequence[FileTensor]) -> None:
     """Load what is stored of a tensor, which may be there under several names."""
     for other in found[1:]:
         _require_same_values(other, found[0])
     _load(tensor, found[0])
 
 
-def _require_memory(tensors: list[Saved]) -> None:
+def _require_memory(tensors: list[SavedTensor]) -> None:
     """Refuse a model on the meta device, which would stay without values.
 
     Raises:
@@ -118,20 +119,20 @@ def _require_memory(tensors: list[Saved]) -> None:
 class FromFile(Fill):
     """The values of a stored tensor, as a function of a tensor that gets them."""
 
-    stored: Stored
+    stored: FileTensor
 
     def fill(self, local: Tensor, layout: ShardLayout) -> None:
         """See `Fill.fill`."""
         fill_from_file(self.stored, layout, local)
 
     @property
-    def told(self) -> str:
-        """See `Fill.told`: without the path, which may be another one on another machine."""
+    def summary(self) -> str:
+        """See `Fill.summary`: without the path, which may be another one on another machine."""
         stored = self.stored
         return f"{stored.file.name} {stored.name} {stored}, sample {stored.sample:08x}"
 
 
-def _load(tensor: Tensor, stored: Stored) -> None:
+def _load(tensor: Tensor, stored: FileTensor) -> None:
     # Nothing is read: the file becomes the last step of what makes its values.
     if isinstance(tensor, DeferredTensor):
         fill_with(tensor, FromFile(stored))
@@ -152,7 +153,7 @@ def _load(tensor: Tensor, stored: Stored) -> None:
             tensor.detach().copy_(made)
 
 
-def _require_same_values(one: Stored, other: Stored) -> None:
+def _require_same_values(one: FileTensor, other: FileTensor) -> None:
     """Refuse a shared tensor whose names have other values; read on every rank, whole, by rows."""
     rows = one.shape[0] if one.shape else 1
     for row in range(rows):
@@ -164,7 +165,7 @@ def _require_same_values(one: Stored, other: Stored) -> None:
             )
 
 
-def _row(stored: Stored, row: int) -> Tensor:
+def _row(stored: FileTensor, row: int) -> Tensor:
     shape = (1, *stored.shape[1:]) if stored.shape else ()
     layout = whole(shape)
     box = layout.boxes[0] if layout.boxes else None

@@ -20,8 +20,8 @@ from vescale_parallel._common.messages import listed
 from vescale_parallel._deferred.recording import real
 from vescale_parallel._errors import PretrainedError
 from vescale_parallel._pretrained.folder import SINGLE
-from vescale_parallel._pretrained.matched import Saved, saved_tensors
-from vescale_parallel._pretrained.together import mesh_of
+from vescale_parallel._pretrained.model_mesh import mesh_of
+from vescale_parallel._pretrained.name_match import SavedTensor, saved_tensors
 from vescale_parallel._pretrained.weight_file import append, start_file
 from vescale_parallel._untrusted import DTYPES, INDEX, MOST_DIMS, bytes_of_shape
 
@@ -82,7 +82,7 @@ def _require_fine(problem: Exception | None, mesh: DeviceMesh | None) -> None:
         raise PretrainedError(said) from problem
 
 
-def _start(root: Path, tensors: list[Saved]) -> None:
+def _start(root: Path, tensors: list[SavedTensor]) -> None:
     root.mkdir(parents=True, exist_ok=True)
     # Also unfinished ones, of a process that was killed.
     there = sorted(one.name for one in root.glob("*.safetensors*"))
@@ -102,9 +102,9 @@ def _start(root: Path, tensors: list[Saved]) -> None:
             )
 
 
-def _files(tensors: list[Saved], max_bytes: int) -> dict[str, list[Saved]]:
+def _files(tensors: list[SavedTensor], max_bytes: int) -> dict[str, list[SavedTensor]]:
     """The tensors of each file, in order."""
-    groups: list[list[Saved]] = [[]]
+    groups: list[list[SavedTensor]] = [[]]
     size = 0
     for one in tensors:
         nbytes = one.tensor.numel() * one.tensor.element_size()
@@ -123,7 +123,7 @@ def _files(tensors: list[Saved], max_bytes: int) -> dict[str, list[Saved]]:
 class _Writer:
     """Rank 0's part: files that are written in the order of the tensors."""
 
-    def __init__(self, root: Path, files: Mapping[str, list[Saved]]) -> None:
+    def __init__(self, root: Path, files: Mapping[str, list[SavedTensor]]) -> None:
         self.root, self.files = root, files
         self.problem: Exception | None = None
         self._left = list(files)

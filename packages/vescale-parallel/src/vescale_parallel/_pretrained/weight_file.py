@@ -30,7 +30,7 @@ _SCRATCH: Final = 1 << 22
 
 
 @dataclass(frozen=True)
-class Stored:
+class FileTensor:
     """A tensor in a file.
 
     Attributes:
@@ -59,7 +59,7 @@ class Stored:
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
 
 
-def stored_tensors(file: Path) -> dict[str, Stored]:
+def stored_tensors(file: Path) -> dict[str, FileTensor]:
     """The tensors of a file by name.
 
     Raises:
@@ -70,7 +70,7 @@ def stored_tensors(file: Path) -> dict[str, Stored]:
             header, begin = read_header(opened)
             return {
                 name: _sampled(
-                    opened, Stored(file, name, DTYPES[one.dtype], one.shape, begin + one.begin)
+                    opened, FileTensor(file, name, DTYPES[one.dtype], one.shape, begin + one.begin)
                 )
                 for name, one in header.items()
             }
@@ -80,7 +80,7 @@ def stored_tensors(file: Path) -> dict[str, Stored]:
         ) from error
 
 
-def _sampled(opened: BinaryIO, stored: Stored) -> Stored:
+def _sampled(opened: BinaryIO, stored: FileTensor) -> FileTensor:
     """Look at a few bytes at the beginning, in the middle and at the end of a tensor."""
     last = max(stored.nbytes - _SAMPLED, 0)
     size = min(stored.nbytes, _SAMPLED)
@@ -90,7 +90,7 @@ def _sampled(opened: BinaryIO, stored: Stored) -> Stored:
     return replace(stored, sample=digest)
 
 
-def fill_from_file(stored: Stored, layout: ShardLayout, local: Tensor) -> None:
+def fill_from_file(stored: FileTensor, layout: ShardLayout, local: Tensor) -> None:
     """Read the elements that a layout names into `local`, and no others.
 
     Memory: a few megabytes.
@@ -134,7 +134,7 @@ def _slabs(
 
 
 def _read_box(
-    opened: BinaryIO, stored: Stored, offset: Sequence[int], shape: tuple[int, ...]
+    opened: BinaryIO, stored: FileTensor, offset: Sequence[int], shape: tuple[int, ...]
 ) -> Tensor:
     """The elements of a box, read run by run: a run is what has no gap in the file."""
     found = torch.empty(shape, dtype=stored.dtype, device="cpu")
@@ -157,7 +157,7 @@ def _read_box(
     return found
 
 
-def read_into(opened: BinaryIO, target: memoryview, stored: Stored, element: int) -> None:
+def read_into(opened: BinaryIO, target: memoryview, stored: FileTensor, element: int) -> None:
     """Read bytes from an element of a tensor on, until `target` is full.
 
     Raises:

@@ -6,5 +6,5 @@
 - `check`: whether a schedule computes everything once, and ends.
 - `timeline`: when each action runs, for given times of stages; bubble, memory, messages.
 - `choice`: all of them compared, and the best that fits.
-- `shown`: tables and traces. `pictures`: SVG, and letters for terminals.
+- `tables`: tables and traces. `pictures`: SVG, and letters for terminals.
 """

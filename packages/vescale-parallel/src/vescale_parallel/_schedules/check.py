@@ -1,4 +1,4 @@
-"""Whether a schedule computes everything once, and ends.
+"""Checks that a schedule computes everything once, and ends.
 
 Results are numbered, and what actions need and give is worked out for a whole row of a rank at
 once: schedules of hundreds of ranks have millions of actions.

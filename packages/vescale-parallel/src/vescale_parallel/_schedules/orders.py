@@ -122,7 +122,7 @@ def _grouped(
                 yield Action(kind, chunk * ranks + rank, group * size + index)
 
 
-class _Folded:
+class _FoldedRow:
     """Writes the actions of one rank of a V: of each kind and chunk the next microbatch.
 
     Args:
@@ -172,7 +172,7 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
     return _folded_schedule("zbv", ranks, microbatches, _zbv_rank)
 
 
-def _zbv_rank(row: _Folded, rank: int, ranks: int, microbatches: int) -> None:
+def _zbv_rank(row: _FoldedRow, rank: int, ranks: int, microbatches: int) -> None:
     # The steady part needs so many; with fewer, those too many are empty places.
     places = max(2 * ranks - 1, microbatches)
     row.add(*["F0"] * (2 * (ranks - rank) - 1))
@@ -203,7 +203,7 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
     return _folded_schedule("dualpipev", ranks, microbatches, _dualpipev_rank)
 
 
-def _dualpipev_rank(row: _Folded, rank: int, ranks: int, microbatches: int) -> None:
+def _dualpipev_rank(row: _FoldedRow, rank: int, ranks: int, microbatches: int) -> None:
     behind = ranks - rank - 1
     row.add(*["F0"] * (2 * behind))
     row.add(*["F0", "F1"] * (rank + 1))
@@ -226,12 +226,12 @@ def _folded_schedule(
     name: str,
     ranks: int,
     microbatches: int,
-    write: Callable[[_Folded, int, int, int], None],
+    write: Callable[[_FoldedRow, int, int, int], None],
 ) -> Schedule:
     check_counts(name, ranks, microbatches)
     rows = []
     for rank in range(ranks):
-        row = _Folded(rank, ranks, microbatches)
+        row = _FoldedRow(rank, ranks, microbatches)
         write(row, rank, ranks, microbatches)
         rows.append(tuple(row.actions))
     return Schedule(name, tuple(rows), folded(ranks), microbatches)

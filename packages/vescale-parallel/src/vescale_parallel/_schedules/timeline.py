@@ -1,4 +1,4 @@
-"""When each action of a schedule runs, for given times of stages, and what that costs."""
+"""Simulates when each action of a schedule runs, for given times of stages, and its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `torch.compile` of a parallelised model, or of a block of it, runs: captured forwards.
+"""Gives `torch.compile` of a parallelised model, or of a block, captured forwards to run.
 
 A compiler that looks into operations on DTensors breaks its graph at each of them. So it is shown
 one call, which it makes as it is; from then on the forward is captured and replayed.
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from vescale_dtensor import ReplayCheck, untraced
 
-from vescale_parallel._common.unpickled import Unpickled
+from vescale_parallel._common.pickle_refusal import NotPickled
 from vescale_parallel._static.forward import StaticForward, static_forward
 from vescale_parallel._zero.unit import Unit
 
@@ -33,7 +33,7 @@ _AS_IT_IS: Final = (
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
-class CompileEntry(Unpickled):
+class CompileEntry(NotPickled):
     """Takes the place of a module's `forward`, as an attribute of the module.
 
     In eager mode it calls the forward that was there. The first call out of a compiled region

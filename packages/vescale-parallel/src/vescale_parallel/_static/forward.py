@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import Captured, ReplayCheck, capture, untraced
 
-from vescale_parallel._common.unpickled import Unpickled
-from vescale_parallel._zero.saved import is_checkpointed_now
-from vescale_parallel._zero.unit import Held, Places, Unit
+from vescale_parallel._common.pickle_refusal import NotPickled
+from vescale_parallel._zero.saved_tensors import is_checkpointed_now
+from vescale_parallel._zero.unit import Places, Unit, UnitParameter
 from vescale_parallel._zero.unit import put_all as _put_all
 
-Part = tuple[Held, Places]
+Part = tuple[UnitParameter, Places]
 """A parameter of a unit of ZeRO, and the places in one module."""
 
 
-class StaticForward(Unpickled):
+class StaticForward(NotPickled):
     """Takes the place of a module's `forward`, as an attribute of the module.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Which modules are captured as one, and what became of each."""
+"""Chooses the modules that are captured as one, and reports what became of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._static.entry import CompileEntry
 from vescale_parallel._static.forward import StaticForward, static_forward, unit_check
-from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.schedule import zero_schedule_of
 from vescale_parallel._zero.unit import Unit
 from vescale_parallel._zero.units import ROOT, unit_names
 
@@ -161,8 +161,8 @@ def _units_of(model: nn.Module) -> tuple[list[Unit], list[str]]:
     them. So a unit with others inside is none of those: it communicates in a way that no program
     does again.
     """
-    schedule = getattr(model, SCHEDULE, None)
-    if isinstance(schedule, Schedule):
+    schedule = zero_schedule_of(model)
+    if schedule is not None:
         return schedule.units, [unit.name for unit in schedule.units]
     return [], unit_names(model, ())
 
@@ -183,9 +183,9 @@ def captured_units(model: nn.Module) -> list[CapturedUnit]:
     found = {name: one.captured for name, one in forwards.items()}
     if not found:
         return []
-    schedule = getattr(model, SCHEDULE, None)
+    schedule = zero_schedule_of(model)
     names = [*found]
-    if isinstance(schedule, Schedule):
+    if schedule is not None:
         # Of a model in stages, blocks of which not each is a unit.
         units = [unit.name for unit in schedule.units]
         names = [*units, *(name for name in names if name not in units)]

@@ -11,8 +11,9 @@ from vescale_dtensor import untraced
 
 from vescale_parallel._step.parts import Part
 
-BATCH: Final = "_vescale_batch"
-"""The attribute of a parallelised model that holds what distributes its batches, if it has any."""
+_BATCH: Final = "_vescale_batch"
+"""The attribute of a model that holds its `Distribution`: deep copies and compiled models lead to
+it."""
 
 
 class Distribution(Protocol):
@@ -30,6 +31,17 @@ class Distribution(Protocol):
 
         `beside`: tensors of the same batch, by name, which are not distributed here.
         """
+
+
+def distribution_of(model: nn.Module) -> Distribution | None:
+    """Return how batches of a model are distributed; None: they are not."""
+    distribution: Distribution | None = getattr(model, _BATCH, None)
+    return distribution
+
+
+def install_distribution(model: nn.Module, distribution: Distribution) -> None:
+    """Let `distribute_batch` distribute batches of a model by this."""
+    setattr(model, _BATCH, distribution)
 
 
 @untraced
@@ -56,7 +68,7 @@ def distribute_batch(model: nn.Module, *values: Any) -> Any:
         DisagreementError: ranks pass other forms, or other values where they should be the same.
         PlanError: the whole batch stands beside a rank's own rows.
     """
-    distribution: Distribution | None = getattr(model, BATCH, None)
+    distribution = distribution_of(model)
     placed = values if distribution is None else distribution.distributed(values, {}, [])[0]
     return placed if len(values) != 1 else placed[0]
 
@@ -64,7 +76,7 @@ def distribute_batch(model: nn.Module, *values: Any) -> Any:
 @untraced
 def distribute_targets(model: nn.Module, part: Part) -> tuple[Any, ...]:
     """Return what a loss outside of the model takes beside its output, as `distribute_batch`."""
-    distribution: Distribution | None = getattr(model, BATCH, None)
+    distribution = distribution_of(model)
     if distribution is None or not part.targets:
         return part.targets
     given = named_tensors_within(part.args, "args") | named_tensors_within(part.kwargs, "kwargs")

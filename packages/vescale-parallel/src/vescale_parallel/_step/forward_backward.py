@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from vescale_parallel._step.distribute_batch import distribute_targets
 from vescale_parallel._step.parts import Part, loss_of
 
-STEP: Final = "_vescale_step"
-"""The attribute of a parallelised model that holds what computes its steps."""
+_STEP: Final = "_vescale_step"
+"""The attribute of a model that holds its `Step`: deep copies and compiled models lead to it."""
 
 _AS_IT_IS: Final = (
     "forward_backward in stages or microbatches runs the model within torch.compile as it is: its "
@@ -23,7 +23,11 @@ _AS_IT_IS: Final = (
 
 @runtime_checkable
 class Step(Protocol):
-    """What computes the parts of a step: microbatches, pipeline stages, logical shards."""
+    """Computes the parts of a step.
+
+    One of `_pipeline.step.StagedStep` (pipeline stages), `_pipeline.microbatches.MicrobatchStep`
+    and `_invariant.step.InvariantStep` (logical shards), as `parallelize` chooses by the plan.
+    """
 
     def forward_backward(self, part: Part) -> Tensor:
         """Return the loss of the whole batch; gradients are left complete. Collective.
@@ -31,6 +35,17 @@ class Step(Protocol):
         Args:
             part: all arguments of the step, not cut yet.
         """
+
+
+def step_of(model: nn.Module) -> Step | None:
+    """Return what computes the steps of a model; None: it runs once, on the whole batch."""
+    step = getattr(model, _STEP, None)
+    return step if isinstance(step, Step) else None
+
+
+def install_step(model: nn.Module, step: Step) -> None:
+    """Let `forward_backward` compute the steps of a model by this."""
+    setattr(model, _STEP, step)
 
 
 def forward_backward(model: nn.Module, *args: Any, loss: Any = None, **kwargs: Any) -> Tensor:
@@ -67,8 +82,8 @@ def forward_backward(model: nn.Module, *args: Any, loss: Any = None, **kwargs: A
         ParallelError: there is no loss to be had, or arguments have different numbers of rows.
     """
     part = Part.of(args, kwargs, loss)
-    step = getattr(model, STEP, None)
-    if isinstance(step, Step):
+    step = step_of(model)
+    if step is not None:
         # What torch.compile returns has the model inside, to which all attributes lead.
         if "_orig_mod" in model._modules:
             warnings.warn(_AS_IT_IS, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Where in memory gathered buffers are: whose view a tensor is, found by its address."""
+"""Finds by its address of which gathered buffer a tensor is a view."""
 
 from __future__ import annotations
 

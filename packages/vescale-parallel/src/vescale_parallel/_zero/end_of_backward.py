@@ -1,4 +1,4 @@
-"""What is called when a backward ends, also when it raised: torch itself tells of success only.
+"""Calls functions when a backward ends, also when it raised.
 
 torch keeps the callbacks of a backward for as long as the backward lives, and drops them unasked
 where it raised. So what is queued is an object that notices its own end.
@@ -36,7 +36,7 @@ class EndOfBackward:
         """Watch the backward that runs now, if one does and is not watched yet."""
         if self.token is None and in_backward():
             token = object()
-            after_backward(_Queued(self, token))
+            after_backward(_QueuedCallback(self, token))
             # Last: a torch that queues nothing drops it at once, which is no end of this backward.
             self.token = token
 
@@ -52,7 +52,7 @@ class EndOfBackward:
             (self._failed if raised else self._ended)()
 
 
-class _Queued:
+class _QueuedCallback:
     """What torch calls at the end of a backward, or drops."""
 
     def __init__(self, watcher: EndOfBackward, token: object) -> None:

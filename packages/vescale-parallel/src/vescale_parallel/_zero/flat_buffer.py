@@ -18,8 +18,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from vescale_comm import Group, all_gather_into, reduce_scatter
-from vescale_dtensor import (
+from vescale_comm import Group, all_gather_into_tensor, reduce_scatter
+from vescale_dtensor.storage import (
     keep_gradient,
     local_leaf,
     local_leaves,
@@ -30,12 +30,12 @@ from vescale_dtensor import (
 from vescale_parallel._common.gradient_dtypes import dtype_of_sums
 from vescale_parallel._zero.flat_plan import Place, pieces_of, place_of
 from vescale_parallel._zero.gather_log import GatherLog
+from vescale_parallel._zero.gradient_packing import order_of, packed_pieces
 from vescale_parallel._zero.host import HostShard
-from vescale_parallel._zero.kept import KeptGradient
-from vescale_parallel._zero.packed import order_of, packed_pieces
+from vescale_parallel._zero.kept_gradients import KeptGradient
+from vescale_parallel._zero.no_history import unrecorded
 from vescale_parallel._zero.resolve import BufferRow, events_of
 from vescale_parallel._zero.stored_shard import StoredShard
-from vescale_parallel._zero.unrecorded import unrecorded
 
 _wants = attrgetter("requires_grad")
 
@@ -62,7 +62,8 @@ class FlatBuffer:
         leaves: the local tensors of the parameters, as of the last gather.
         moves: for each slot, how often `.data =` has given the parameter other memory.
         handed: the views of `full` that modules compute with, one per slot.
-        counted: for each of them, the version up to which writes are in the shard; see `written`.
+        counted: for each of them, the version up to which writes are in the shard; see
+            `parameter_writes`.
         unreduced: gradients that are packed on this rank and not reduced, as large as `full`.
         reduced_next: whether the backward that packed them reduces them; else `no_sync` keeps them.
         sends: sends packed gradients to a group with others'; None: they go by themselves.
@@ -177,7 +178,7 @@ class FlatBuffer:
         # In any grad mode: neither the shard nor what it is gathered into has a history.
         group, sizes = self.group, self._sizes
         if self.host is None:
-            return all_gather_into(target, sent, group, sizes=sizes, async_op=True)
+            return all_gather_into_tensor(target, sent, group, sizes=sizes, async_op=True)
         start = self.row.plan.start(group.rank)
         return self.host.gather(sent, target, group, start, sizes, is_old=is_old)
 

@@ -1,4 +1,4 @@
-"""Where the parameters of a unit are in one flat buffer, and which rank owns which elements.
+"""Places the parameters of a unit in one flat buffer, and assigns its elements to ranks.
 
 Pure arithmetic: no process, mesh or tensor is needed, so `plan.check` prints what will happen.
 """
@@ -15,7 +15,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SlotRequest:
     """A tensor that wants a slot.
 
     Attributes:
@@ -36,7 +36,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class FlatSlot(Wanted):
+class FlatSlot(SlotRequest):
     """A tensor's place in the buffer: it begins at element `offset`."""
 
     offset: int = 0
@@ -150,7 +150,7 @@ def owned_places(plan: FlatPlan, rank: int, shapes: Sequence[tuple[int, ...]]) -
     return found
 
 
-def plan_flat(wanted: Sequence[Wanted], shards: int, alignment: int = 1) -> FlatPlan:
+def plan_flat(wanted: Sequence[SlotRequest], shards: int, alignment: int = 1) -> FlatPlan:
     """Lay tensors into the smallest buffer found that shards none of their granules.
 
     Args:
@@ -173,7 +173,7 @@ def plan_flat(wanted: Sequence[Wanted], shards: int, alignment: int = 1) -> Flat
 
 
 def _placed(
-    wanted: Sequence[Wanted], size: int, shards: int, alignment: int
+    wanted: Sequence[SlotRequest], size: int, shards: int, alignment: int
 ) -> tuple[FlatSlot, ...] | None:
     """Return the slots, one after another in shards of this size; None where they do not fit."""
     # In the order of the model: what is used together lies together.
@@ -187,7 +187,7 @@ def _placed(
     return tuple(slots)
 
 
-def _offset(one: Wanted, at: int, size: int, alignment: int) -> int | None:
+def _offset(one: SlotRequest, at: int, size: int, alignment: int) -> int | None:
     """Return the first offset from `at` on where no shard ends inside a granule, if any."""
     if one.granule <= 1 or not one.numel:
         return at
@@ -202,7 +202,7 @@ def _offset(one: Wanted, at: int, size: int, alignment: int) -> int | None:
     return None
 
 
-def _granules_kept(one: Wanted, offset: int, size: int) -> bool:
+def _granules_kept(one: SlotRequest, offset: int, size: int) -> bool:
     # The first boundary behind its start: one at its start cuts nothing.
     first = (offset // size + 1) * size
     ends = range(first, offset + one.numel, size)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from vescale_dtensor import DTensor, local_leaves, note_written
+from vescale_dtensor import DTensor
+from vescale_dtensor.storage import local_leaves, note_written
 
 from vescale_parallel._common.plain_steps import Counts, Given, Held, Helped
 from vescale_parallel._zero.flat_buffer import FlatBuffer

@@ -23,7 +23,7 @@ Kept = list[Tensor | None]
 
 
 @dataclass(slots=True)
-class Passed:
+class NodeState:
     """What one run of a unit hands from its first node in backward to its second.
 
     Attributes:
@@ -52,7 +52,7 @@ class Early:
     """
 
     stored: Tensor
-    passed: Passed
+    passed: NodeState
     leaves: Sequence[Tensor]
     trained: Sequence[bool]
 
@@ -95,7 +95,7 @@ class StoredUnit(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, unit: Gathers, passed: Passed, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, unit: Gathers, passed: NodeState, *leaves: Tensor) -> Tensor:
         """Return an empty tensor."""
         ctx.unit, ctx.passed = unit, passed
         # Not that of the leaves, which may lie on the host: the engine would run the node in
@@ -105,7 +105,7 @@ class StoredUnit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
         """Reduce all gradients of the unit in one collective."""
-        passed: Passed = ctx.passed
+        passed: NodeState = ctx.passed
         # Taken: a graph that is kept may be run again.
         started, passed.started = passed.started, None
         return (None, None, *ctx.unit.reduce(passed.kept, started))
@@ -115,7 +115,7 @@ class GatherUnit(torch.autograd.Function):
     """Its input leads to the stored leaves, its outputs are the gathered values, by use."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Gathers, passed: Passed, stored: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, unit: Gathers, passed: NodeState, stored: Tensor) -> tuple[Tensor, ...]:
         """Return the aliases."""
         # None and not zeros for what was not used: its gradient stays None, as on one device.
         ctx.set_materialize_grads(False)
@@ -143,7 +143,7 @@ class GatherUnit(torch.autograd.Function):
                 "differentiated again. Take the gradient with respect to activations, or "
                 "parallelize with zero=0 for this step."
             )
-        passed: Passed = ctx.passed
+        passed: NodeState = ctx.passed
         passed.kept = ctx.unit.pack(gradients)
         if passed.is_early:
             passed.started = ctx.unit.start_reduce()
@@ -157,7 +157,7 @@ def early_node(unit: Gathers, leaves: Sequence[Tensor]) -> Early | None:
 
     None where no backward comes to it.
     """
-    passed = Passed(is_early=True)
+    passed = NodeState(is_early=True)
     trained = list(map(_wants, leaves))
     if True not in trained:
         return None
@@ -179,10 +179,10 @@ def gather_unit(
     gathered: Callable[..., tuple[Tensor, ...]] = GatherUnit.apply
     if early is not None and early.fits(leaves):
         return gathered(unit, early.passed, early.stored)
-    passed = Passed()
+    passed = NodeState()
     return gathered(unit, passed, _stored(unit, passed, leaves))
 
 
-def _stored(unit: Gathers, passed: Passed, leaves: Sequence[Tensor]) -> Tensor:
+def _stored(unit: Gathers, passed: NodeState, leaves: Sequence[Tensor]) -> Tensor:
     apply: Callable[..., Tensor] = StoredUnit.apply
     return apply(unit, passed, *leaves)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vescale_comm import Group, all_gather_into
+from vescale_comm import Group, all_gather_into_tensor
 
 HOST = torch.device("cpu")
 
@@ -129,14 +129,14 @@ class HostShard:
         own = target[start : start + shard.numel()]
         if self._kept is not None and self._kept.dtype == target.dtype and not is_old:
             own.copy_(self._kept)
-            pending = all_gather_into(target, own, group, sizes=sizes, async_op=True)
+            pending = all_gather_into_tensor(target, own, group, sizes=sizes, async_op=True)
             return _Gather(self.link, None, pending)
         copy = self.link.start_to_device(shard, own)
         # In the stream of copies, so that what is sent has arrived.
         with self.link.stream():
             if self.keeps:
                 self._kept = own.clone()
-            pending = all_gather_into(target, own, group, sizes=sizes, async_op=True)
+            pending = all_gather_into_tensor(target, own, group, sizes=sizes, async_op=True)
         return _Gather(self.link, copy, pending)
 
     def total(self, pending: Any, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a plan says about memory of the host, read and resolved. Pure.
+"""Reads and resolves what a plan says about memory of the host. Pure.
 
 What lies there is always what an optimizer steps: the stored parameters, their gradients and their
 states, as a step computes where its states are. The words differ in what the device keeps.
@@ -57,12 +57,12 @@ def parse_offload(value: Any) -> dict[str, str]:
     found = {}
     for glob, word in rules.items():
         if not isinstance(glob, str):
-            raise PlanError(f"plan offload: a glob is a string, got {glob!r}.")
+            raise PlanError(f"plan zero.offload: a glob is a string, got {glob!r}.")
         expand_braces(glob)
         # By type: to Python 1 is True.
         if not isinstance(word, bool | str) or word not in _WORDS:
             near = did_you_mean(word, (OPTIMIZER, PARAMETERS)) if isinstance(word, str) else ""
-            raise PlanError(f"plan offload: there is no {word!r}.{near} {_HINT}")
+            raise PlanError(f"plan zero.offload: there is no {word!r}.{near} {_HINT}")
         found[glob] = _WORDS[word]
     return found if any(found.values()) else {}
 
@@ -103,7 +103,7 @@ def with_offload(
         found.append(replace(row, offload=word))
     problems = [
         f"offload='parameters': zero keeps {listed(kept)} on every rank's device between steps "
-        "(levels 1 and 2). Say zero=3 for them, or offload='optimizer' or True."
+        "(levels 1 and 2). Say level 3 for them, or offload='optimizer' or True."
     ] * bool(kept)
     return found, problems
 

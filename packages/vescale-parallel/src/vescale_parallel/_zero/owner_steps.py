@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from vescale_dtensor import DTensor, distribute_tensor, gradient_total, local_leaf
+from vescale_dtensor import DTensor, distribute_tensor, gradient_total
+from vescale_dtensor.storage import local_leaf
 
 from vescale_parallel._common.torch_compat import has_step_hooks
 from vescale_parallel._errors import ParallelError
@@ -76,7 +77,7 @@ class RefusedMuon:
     """Refuses a Muon's step of some parameters of a model in stages, on every rank.
 
     Each stage would gather other matrices at the same time, which ranks that compare what they
-    execute take for programs that have drifted apart. To be told of steps before the units of
+    execute take for programs that have diverged. To be told of steps before the units of
     `zero` are, so that nothing is reduced or stepped by then.
 
     Args:

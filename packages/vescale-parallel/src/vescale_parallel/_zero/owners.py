@@ -1,9 +1,9 @@
-"""Which rank owns a tensor in full, where a plan says so: balanced by what its step costs. Pure."""
+"""Assigns whole tensors to ranks, balanced by what their steps cost. Pure."""
 
 import math
 from collections.abc import Sequence
 
-from vescale_parallel._zero.flat_plan import FlatPlan, FlatSlot, Wanted
+from vescale_parallel._zero.flat_plan import FlatPlan, FlatSlot, SlotRequest
 
 
 def step_cost(shape: Sequence[int]) -> int:
@@ -35,7 +35,7 @@ def balanced_owners(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
 
 
 def plan_owned(
-    wanted: Sequence[Wanted], owners: Sequence[int], shards: int, alignment: int = 1
+    wanted: Sequence[SlotRequest], owners: Sequence[int], shards: int, alignment: int = 1
 ) -> FlatPlan:
     """Lay tensors into a buffer in the order of their owners, each in full in its owner's shard.
 

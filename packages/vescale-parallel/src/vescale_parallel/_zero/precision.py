@@ -1,4 +1,4 @@
-"""What a plan says about dtypes, read: those of compute, reduction, master values and buffers."""
+"""Parses what a plan says about dtypes: compute, reduction, master values and buffers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -14,7 +14,7 @@ from torch import nn
 from vescale_parallel._common.messages import count, dtype_name, human_bytes, listed, table
 from vescale_parallel._notation.glob import matches, named_matches
 from vescale_parallel._notation.rows import ParameterRow
-from vescale_parallel._zero.flat_plan import FlatPlan, Wanted, plan_flat
+from vescale_parallel._zero.flat_plan import FlatPlan, SlotRequest, plan_flat
 from vescale_parallel._zero.offload import OPTIMIZER
 from vescale_parallel._zero.owners import balanced_owners, plan_owned
 from vescale_parallel._zero.rules import LEVELS, ZeroRules
@@ -179,7 +179,7 @@ def _stored_otherwise(row: ParameterRow, over: str, sizes: Mapping[str, int]) ->
     return (
         f"parameter '{row.name}': '{row.layout}' shards dim {dim} over '{over}' and {listed(same)}"
         f", which a plan with zero over '{over}' cannot store. Shard it over one of them, or "
-        "choose another axis in over=."
+        "choose another axis: Zero(over=...)."
     )
 
 
@@ -189,7 +189,7 @@ def buffers_of(
     """Return the flat buffers, unit by unit in the order of the model."""
     if not any(row.zero for row in rows):
         return ()
-    groups: dict[Any, list[Wanted]] = {}
+    groups: dict[Any, list[SlotRequest]] = {}
     for row in rows:
         if row.zero:
             trainable = model.get_parameter(row.name).requires_grad
@@ -212,7 +212,7 @@ def buffers_of(
 
 def _buffer(
     kind: Any,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[SlotRequest],
     shards: int,
     block: int,
     owner_of: Mapping[tuple[str, ...], int],
@@ -244,13 +244,13 @@ def _is_owned(row: ParameterRow, rules: ZeroRules) -> bool:
     return any(matches(glob, name) for glob in rules.owned for name in row.names)
 
 
-def _wanted(row: ParameterRow, tile_rows: int) -> Wanted:
+def _wanted(row: ParameterRow, tile_rows: int) -> SlotRequest:
     # Where another axis shards it unevenly, its ranks hold different numbers of elements, which no
     # one proportion shards: it stays on one rank of `over` for each coordinate there.
     granule = math.prod(row.local_shape) if row.uneven else 1
     if not row.uneven and len(row.local_shape) == 2 and tile_rows > 1:
         granule = tile_rows * row.local_shape[1]
-    return Wanted(row.names, row.local_shape, granule)
+    return SlotRequest(row.names, row.local_shape, granule)
 
 
 def notes_of(rows: Sequence[ParameterRow], rules: ZeroRules) -> list[str]:

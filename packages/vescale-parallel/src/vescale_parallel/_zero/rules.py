@@ -1,4 +1,4 @@
-"""What a plan says about ZeRO, read: levels by glob, the axis, units; before there is a model."""
+"""Parses what a plan says about ZeRO: levels by glob, the axis, units."""
 
 import keyword
 from collections.abc import Mapping
@@ -7,9 +7,9 @@ from typing import Any, Final, Protocol
 
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.glob import expand_braces
-from vescale_parallel._zero.behind import AUTO
 from vescale_parallel._zero.offload import parse_offload
 from vescale_parallel._zero.precision import Dtypes, parse_precision
+from vescale_parallel._zero.reduce_ahead import AUTO
 
 LEVELS: Final = {
     0: "nothing is sharded",
@@ -32,8 +32,8 @@ class ZeroRules:
         over: the mesh axis that shards.
         units: globs over names of modules that are gathered as one; none: repeated blocks.
         prefetch: how many units are gathered ahead; None: one, and in forward small ones together.
-        behind: of how many units gradients are reduced while others compute; None: as many as cost
-            no memory that matters, see `behind_of`.
+        reduce_ahead: of how many units gradients are reduced while others compute; None: as many as
+            cost no memory that matters, see `reduce_ahead_of`.
         owned: globs over names of parameters that one rank of `over` stores in full.
         block: so many elements in a row of a parameter stay on one rank.
         tile_rows: so many rows of a matrix stay on one rank.
@@ -45,7 +45,7 @@ class ZeroRules:
     over: str
     units: tuple[str, ...]
     prefetch: int | None
-    behind: int | None
+    reduce_ahead: int | None
     precision: Mapping[str, Dtypes]
     owned: tuple[str, ...]
     block: int
@@ -59,10 +59,10 @@ class ZeroRules:
 
 
 class ZeroWords(Protocol):
-    """The words of a plan that are about ZeRO, as a user wrote them: anything at all."""
+    """What a plan says of `zero`, as a user wrote it: anything at all."""
 
     @property
-    def zero(self) -> Any: ...
+    def level(self) -> Any: ...
     @property
     def over(self) -> Any: ...
     @property
@@ -70,9 +70,7 @@ class ZeroWords(Protocol):
     @property
     def prefetch(self) -> Any: ...
     @property
-    def behind(self) -> Any: ...
-    @property
-    def precision(self) -> Any: ...
+    def reduce_ahead(self) -> Any: ...
     @property
     def owned(self) -> Any: ...
     @property
@@ -81,27 +79,29 @@ class ZeroWords(Protocol):
     def offload(self) -> Any: ...
 
 
-def parse_zero(said: ZeroWords) -> ZeroRules:
-    """Read what a plan says.
+def parse_zero(said: ZeroWords, precision: object) -> ZeroRules:
+    """Read what a plan says of `zero`, and of `precision`.
 
     Raises:
         PlanError: a level, axis, glob, number or dtype that is none; the message quotes it.
     """
-    zero, over = said.zero, said.over
-    levels: dict[str, Any] = dict(zero) if isinstance(zero, Mapping) else {_CATCH_ALL: zero}
-    for glob, level in levels.items():
-        _check_level(glob, level)
+    level, over = said.level, said.over
+    levels: dict[str, Any] = dict(level) if isinstance(level, Mapping) else {_CATCH_ALL: level}
+    for glob, one in levels.items():
+        _check_level(glob, one)
     # `mesh(dp=2)` names axes by keyword: what is none cannot be one of its axes.
     if not isinstance(over, str) or not over.isidentifier() or keyword.iskeyword(over):
-        raise PlanError(f"plan over={over!r}: name one mesh axis, as over='dp'.")
+        raise PlanError(f"plan zero.over={over!r}: name one mesh axis, as over='dp'.")
     block, tile_rows = _block(said.block)
     rules = ZeroRules(
         levels=levels,
         over=over,
         units=_globs("units", said.units),
         prefetch=None if said.prefetch == AUTO else _number("prefetch", said.prefetch, _UNITS, 0),
-        behind=None if said.behind == AUTO else _number("behind", said.behind, _UNITS, 0),
-        precision=parse_precision(said.precision),
+        reduce_ahead=None
+        if said.reduce_ahead == AUTO
+        else _number("reduce_ahead", said.reduce_ahead, _UNITS, 0),
+        precision=parse_precision(precision),
         owned=_globs("owned", said.owned),
         block=block,
         tile_rows=tile_rows,
@@ -111,13 +111,14 @@ def parse_zero(said: ZeroWords) -> ZeroRules:
     if (rules.owned or max(block, tile_rows) > 1) and not rules.is_used:
         word = "owned" if rules.owned else "block"
         raise PlanError(
-            f"plan {word}: it says how zero shards parameters, and zero=0 shards none. Say zero=1, "
-            "2 or 3."
+            f"plan zero.{word}: it says how zero shards parameters, and zero=0 shards none. Say "
+            f"Zero(1, {word}=...), 2 or 3."
         )
     if rules.offload and not rules.is_used:
         raise PlanError(
-            "plan offload: what lies on the host is what zero stores as shards, and zero=0 stores "
-            f"none. Say zero=1, 2 or 3; one rank has shards, too, as mesh({over}=1)."
+            "plan zero.offload: what lies on the host is what zero stores as shards, and zero=0 "
+            f"stores none. Say Zero(1, offload=...), 2 or 3; one rank has shards, too, as "
+            f"mesh({over}=1)."
         )
     return rules
 
@@ -126,7 +127,7 @@ def _globs(word: str, value: Any) -> tuple[str, ...]:
     globs = (value,) if isinstance(value, str) else tuple(value or ())
     for glob in globs:
         if not isinstance(glob, str):
-            raise PlanError(f"plan {word}: a glob is a string, got {glob!r}.")
+            raise PlanError(f"plan zero.{word}: a glob is a string, got {glob!r}.")
         expand_braces(glob)
     return globs
 
@@ -137,7 +138,7 @@ def _block(value: Any) -> tuple[int, int]:
     if not isinstance(value, tuple):
         return _number("block", value, meant, 1), 1
     if len(value) != 2:
-        raise PlanError(f"plan block={value!r}: {meant}.")
+        raise PlanError(f"plan zero.block={value!r}: {meant}.")
     rows, _ = (_number("block", extent, meant, 1) for extent in value)
     # Rows are never sharded within a tile's rows, so its columns are kept whatever they are.
     return 1, rows
@@ -146,7 +147,7 @@ def _block(value: Any) -> tuple[int, int]:
 def _number(word: str, value: Any, meant: str, least: int) -> int:
     # To Python True is 1, and `prefetch=True` would be a number.
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PlanError(f"plan {word}={value!r}: {meant}.")
+        raise PlanError(f"plan zero.{word}={value!r}: {meant}.")
     return value
 
 

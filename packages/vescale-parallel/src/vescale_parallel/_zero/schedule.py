@@ -1,4 +1,4 @@
-"""When units are gathered, swapped and released: the only place with hooks of modules and nodes.
+"""Gathers, swaps and releases units: the only place with hooks of modules and nodes.
 
 Forward, per unit: gather, swap in, run, swap out, release. Backward, per unit: gather and swap in
 as soon as it is reached (a recomputation inside of it looks for the parameters in the modules), and
@@ -17,24 +17,25 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from vescale_comm.nested import named_tensors_within
-from vescale_dtensor import before_backward, keep_alive, untraced
+from vescale_dtensor import untraced
+from vescale_dtensor.storage import before_backward, keep_alive
 
-from vescale_parallel._common.interrupted import is_running
+from vescale_parallel._common.interrupts import is_running
 from vescale_parallel._common.optimizer_hooks import watch_steps
+from vescale_parallel._common.pickle_refusal import NotPickled
 from vescale_parallel._common.torch_compat import in_backward
-from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.addresses import Addresses
 from vescale_parallel._zero.end_of_backward import EndOfBackward
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.gather_log import GatherLog
-from vescale_parallel._zero.saved import SavedTensors
+from vescale_parallel._zero.joint_gathers import start_together
+from vescale_parallel._zero.joint_reductions import SumsTogether
+from vescale_parallel._zero.saved_tensors import SavedTensors
 from vescale_parallel._zero.steps import Steps
-from vescale_parallel._zero.summed_together import SumsTogether
-from vescale_parallel._zero.together import start_together
 from vescale_parallel._zero.unit import Unit
 
-SCHEDULE: Final = "_vescale_zero_schedule"
+_SCHEDULE: Final = "_vescale_zero_schedule"
 """The attribute of the model that holds its schedule, and is copied with it."""
 
 
@@ -46,7 +47,7 @@ class Schedule:
         root: the unit of the model itself.
         ahead: how many units are gathered ahead.
         joins: whether forward gathers small units together, and so more of them ahead.
-        behind: of how many units gradients are reduced while others compute.
+        reduce_ahead: of how many units gradients are reduced while others compute.
         sums: what reduces gradients of small units together; None: each goes by itself.
         log: of gathers and reductions.
         is_alike: whether all ranks have these units; of a model in stages each has its own.
@@ -60,12 +61,12 @@ class Schedule:
         log: GatherLog,
         *,
         joins: bool = False,
-        behind: int = 0,
+        reduce_ahead: int = 0,
         sums_together: bool = False,
         is_alike: bool = True,
     ) -> None:
         self.is_alike, self.joins = is_alike, joins
-        self.units, self.ahead, self.behind, self.log = units, ahead, behind, log
+        self.units, self.ahead, self.reduce_ahead, self.log = units, ahead, reduce_ahead, log
         self.root = units[0]
         self.order: list[Unit] = []
         self._backwards: list[Unit] = [self.root]
@@ -99,9 +100,9 @@ class Schedule:
         made = object.__new__(Schedule)
         memo[id(self)] = made  # first: by the hooks of their modules, units lead back here
         units = [deepcopy(one, memo) for one in self.units]
-        how: Any = {"joins": self.joins, "behind": self.behind, "is_alike": self.is_alike}
-        together = self.sums is not None
-        Schedule.__init__(made, units, self.ahead, self.log, sums_together=together, **how)
+        how: Any = {"joins": self.joins, "is_alike": self.is_alike}
+        how |= {"reduce_ahead": self.reduce_ahead, "sums_together": self.sums is not None}
+        Schedule.__init__(made, units, self.ahead, self.log, **how)
         return made
 
     @property
@@ -117,9 +118,9 @@ class Schedule:
             module.register_forward_pre_hook(Before(self, unit), prepend=True)
             module.register_forward_hook(After(self, unit), always_call=True)
 
-    def ends(self) -> dict[str, Interrupted]:
+    def ends(self) -> dict[str, OnInterrupt]:
         """By the name of its module, what ends an interrupted call of a unit."""
-        return {unit.name: Interrupted(self, unit) for unit in self.units}
+        return {unit.name: OnInterrupt(self, unit) for unit in self.units}
 
     def before_forward(self, unit: Unit, module: nn.Module) -> None:
         """The module of a unit is about to run."""
@@ -249,7 +250,7 @@ class Schedule:
             if tensor.requires_grad and not tensor.is_leaf:
                 # A hook on the node and not on the module: outputs may be nested in anything, and
                 # some go unused.
-                before_backward(tensor, _Reached(self, unit, unit.ran_modules))
+                before_backward(tensor, _OnReach(self, unit, unit.ran_modules))
                 found = True
         return found
 
@@ -375,17 +376,17 @@ class Schedule:
         """Make the last nodes of the units that come next, before what this unit computes.
 
         Backward then reduces their gradients while it computes this one, and waits before it packs
-        this one's: no more than `behind` are under way.
+        this one's: no more than `reduce_ahead` are under way.
         """
-        if not self.behind or in_backward() or unit not in self.order:
+        if not self.reduce_ahead or in_backward() or unit not in self.order:
             return
         if unit is self.root or self.root.depth:
             at = self.order.index(unit)
-            for other in self.order[at + 1 : at + 1 + self.behind]:
+            for other in self.order[at + 1 : at + 1 + self.reduce_ahead]:
                 other.prepare()
 
     def _forget_prepared(self) -> None:
-        if self.behind:
+        if self.reduce_ahead:
             for unit in self.units:
                 unit.forget_prepared()
 
@@ -417,7 +418,7 @@ class Schedule:
                 unit.syncs = syncs
 
 
-class _Hook(Unpickled):
+class _Hook(NotPickled):
     """A hook of a module: it knows its unit, and is copied with the model."""
 
     def __init__(self, schedule: Schedule, unit: Unit) -> None:
@@ -442,7 +443,7 @@ class After(_Hook):
         self.schedule.after_forward(self.unit, output)
 
 
-class Interrupted(_Hook):
+class OnInterrupt(_Hook):
     """Is called where the forward of a unit's module is interrupted."""
 
     def __call__(self) -> None:
@@ -450,10 +451,21 @@ class Interrupted(_Hook):
         self.schedule.interrupted(self.unit)
 
 
-class _Reached(_Hook):
+class _OnReach(_Hook):
     def __init__(self, schedule: Schedule, unit: Unit, ran_modules: bool) -> None:
         super().__init__(schedule, unit)
         self.ran_modules = ran_modules
 
     def __call__(self) -> None:
         self.schedule.reached(self.unit, self.ran_modules)
+
+
+def zero_schedule_of(model: nn.Module) -> Schedule | None:
+    """Return the schedule of a model; None: `zero` is not installed."""
+    schedule = getattr(model, _SCHEDULE, None)
+    return schedule if isinstance(schedule, Schedule) else None
+
+
+def install_schedule(model: nn.Module, schedule: Schedule) -> None:
+    """Let the model have a schedule."""
+    setattr(model, _SCHEDULE, schedule)

@@ -1,4 +1,4 @@
-"""What happens around an optimizer's step of stored parameters, to the buffers they lie in."""
+"""Completes gradients before an optimizer's step, and has parameters gathered anew after it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from operator import is_
 from typing import Any, Final, Protocol
 
 from torch.optim import Optimizer
-from vescale_dtensor import reduce_gradients
+from vescale_dtensor.storage import reduce_gradients
 
 from vescale_parallel._common.optimizer_hooks import Args, Call
 from vescale_parallel._common.plain_steps import HelpedSteps
@@ -60,7 +60,7 @@ class Steps:
         self._taken[id(optimizer)] = step_owned(optimizer, buffers, args[1:], kwargs)
         schedule = self._schedule()
         # Of stages each rank has other buffers, and all of them the optimizer's other parameters:
-        # stepped by buffer, ranks would write to different ones, and be taken for drifting apart.
+        # stepped by buffer, ranks would write to different ones, and be taken for diverging.
         if schedule is None or not schedule.is_alike:
             return None
         return self._flat.begin(optimizer, buffers, args, kwargs)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from vescale_dtensor import local_leaf, local_leaves, memories_of, separate_memory
+from vescale_dtensor.storage import local_leaf, local_leaves, memories_of, separate_memory
 
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.flat_plan import owned_places

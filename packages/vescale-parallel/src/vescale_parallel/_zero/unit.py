@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import Gathering, local_leaf, local_leaves, permit_writes
+from vescale_dtensor.storage import Gathering, local_leaf, local_leaves, permit_writes
 
 from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._errors import StaleParameterError
 from vescale_parallel._zero.flat_buffer import FlatBuffer, Reduction
 from vescale_parallel._zero.gather import Early, early_node, gather_unit
-from vescale_parallel._zero.written import (
+from vescale_parallel._zero.parameter_writes import (
     DataUses,
     cast_again,
     is_written,
@@ -39,7 +39,7 @@ Places = tuple[tuple[nn.Module, str], ...]
 
 
 @dataclass(frozen=True)
-class Held:
+class UnitParameter:
     """A parameter of a unit.
 
     Attributes:
@@ -83,7 +83,7 @@ class Unit:
         before_reduce: called when all gradients of one run of the unit have arrived.
         after_nodes: called when its nodes are made, and nothing is computed yet.
         after_start: called when the reductions of one run have been started.
-        data_uses: what `.data` of gathered parameters has handed out; see `written`.
+        data_uses: what `.data` of gathered parameters has handed out; see `parameter_writes`.
         cast_versions: of cast copies that were made anew amid a call, the version since when only
             modules have written to them.
         taken: names of those that were found to be written to, at the end of a call.
@@ -94,7 +94,7 @@ class Unit:
         self,
         name: str,
         buffers: list[FlatBuffer],
-        held: list[Held],
+        held: list[UnitParameter],
         mesh: DeviceMesh,
     ) -> None:
         self.name, self.buffers, self.held, self.mesh = name, buffers, held, mesh
@@ -124,7 +124,7 @@ class Unit:
         # Before anything is copied that leads back here, as modules do.
         memo[id(self)] = copied
         copied.held = [
-            Held(
+            UnitParameter(
                 one.name,
                 deepcopy(one.stored, memo),
                 tuple((deepcopy(module, memo), name) for module, name in one.places),
@@ -333,8 +333,8 @@ class Unit:
         """Let the modules hold the stored parameters again, with what was written to gathered ones.
 
         Raises:
-            ParallelError, RuntimeError: that cannot be stored; see `written`. The modules hold them
-                all the same.
+            ParallelError, RuntimeError: that cannot be stored; see `parameter_writes`. The modules
+                hold them all the same.
         """
         if self.is_swapped:
             put_all([one.places for one in self.held], [one.stored for one in self.held])

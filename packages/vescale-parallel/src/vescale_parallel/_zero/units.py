@@ -1,4 +1,4 @@
-"""Which modules are gathered as one, and which parameters belong to each: from names alone."""
+"""Groups modules that are gathered as one, with their parameters, from names alone."""
 
 from collections.abc import Sequence
 

@@ -19,9 +19,9 @@ from vescale_dtensor.state_dict import full_state_dict
 from vescale_parallel._apply.parallelize import parallelize
 from vescale_parallel._common.mesh import from_launcher
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.text import from_text, to_text
+from vescale_parallel._pipeline.trace.text import from_text, to_text
 from vescale_parallel._plan.plan import Plan
-from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.schedule import zero_schedule_of
 
 PlanFor = Plan | Callable[[nn.Module], Plan] | None
 """A plan, or what makes one of the model that the trainer has made; None: data parallel."""
@@ -81,8 +81,8 @@ def is_parallel(model: nn.Module) -> bool:
 
 def is_offloaded(model: nn.Module) -> bool:
     """Return whether `offload=` keeps something of a model on the host, where it has to stay."""
-    schedule = getattr(model, SCHEDULE, None)
-    units = schedule.units if isinstance(schedule, Schedule) else []
+    schedule = zero_schedule_of(model)
+    units = schedule.units if schedule is not None else []
     return any(buffer.host is not None for unit in units for buffer in unit.buffers)
 
 

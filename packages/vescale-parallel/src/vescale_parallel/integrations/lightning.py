@@ -25,7 +25,7 @@ from torch import nn
 from vescale_parallel._apply.no_sync import no_sync
 from vescale_parallel._apply.through_forward import through_forward
 from vescale_parallel._errors import ParallelError
-from vescale_parallel._step.forward_backward import STEP
+from vescale_parallel._step.forward_backward import step_of
 from vescale_parallel.integrations._states import (
     PlanFor,
     barrier,
@@ -177,14 +177,14 @@ class OfTrainer(OneProcess):
         with context:
             # `training_step` calls `forward_backward` itself, which divides the batch: it must come
             # whole.
-            if getattr(module, STEP, None) is not None:
+            if step_of(module) is not None:
                 return getattr(module, name)(*args, **kwargs)
             return through_forward(module, name, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's `training_step` as its forward is called."""
         module = self.lightning_module
-        if getattr(module, STEP, None) is not None and module.automatic_optimization:
+        if step_of(module) is not None and module.automatic_optimization:
             raise ParallelError(
                 f"{type(module).__name__}: this plan's steps compute forward and backward in one "
                 "call, so Lightning has no loss to differentiate. Set self.automatic_optimization "

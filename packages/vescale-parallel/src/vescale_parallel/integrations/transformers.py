@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._errors import ParallelError
-from vescale_parallel._step.forward_backward import STEP, forward_backward
+from vescale_parallel._step.forward_backward import forward_backward, step_of
 from vescale_parallel.integrations._states import (
     PlanFor,
     barrier,
@@ -111,7 +111,7 @@ class ParallelTrainer:
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward on a batch: in parts, where the plan asks for them."""
         base: Any = super()
-        if getattr(self.model, STEP, None) is None:
+        if step_of(self.model) is None:
             return base.training_step(model, inputs, *args, **kwargs)
         items = kwargs["num_items_in_batch"] if kwargs else next(iter(args), None)
         self._require_own_loss()

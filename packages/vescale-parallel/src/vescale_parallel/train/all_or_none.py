@@ -1,4 +1,4 @@
-"""Something that may fail on some ranks only, as reading a file: all ranks go on, or all raise."""
+"""Runs what may fail on some ranks only, as reading a file: all ranks go on, or all raise."""
 
 from collections.abc import Callable
 from typing import TypeVar

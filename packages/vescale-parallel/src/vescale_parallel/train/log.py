@@ -1,4 +1,4 @@
-"""What a run says: JSON lines in a file, and a progress bar (or a line now and then) for people."""
+"""Logs a run: JSON lines in a file, and a progress bar (or a line now and then) for people."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What a run holds between steps, counted in bytes on every rank."""
+"""Counts the bytes that a run holds between steps on every rank."""
 
 from collections.abc import Iterable
 

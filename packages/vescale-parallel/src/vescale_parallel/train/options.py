@@ -60,7 +60,7 @@ def _size(default: int, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Everything that a run can be told; the defaults are the main job's."""
+    """All options of a run; the defaults are the main job's."""
 
     data: tuple[str, ...] = _option(
         (), "text files or folders (default: the Python standard library's sources)", metavar="PATH"

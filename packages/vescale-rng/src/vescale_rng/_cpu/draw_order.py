@@ -1,4 +1,4 @@
-"""How an op consumes the stream: three ways, told apart by asking the installed torch.
+"""Finds how an op consumes the stream, in one of three ways, by asking the installed torch.
 
 torch fills a tensor from its serial CPU generator in one of three ways, and which one, and how
 many 32-bit words each element takes, depends on the distribution, the dtype, the size, the
@@ -11,8 +11,8 @@ from functools import lru_cache
 import torch
 
 from vescale_rng._cpu import generator_state as cpu_state
+from vescale_rng._distributions import Distribution
 from vescale_rng._errors import DistributionError
-from vescale_rng.distributions import Distribution
 
 # The Box-Muller blocks of a contiguous `normal_`; a smaller tensor is drawn in pairs.
 BLOCK = 16

@@ -12,9 +12,9 @@ from vescale_rng._cpu.draw_order import (
 )
 from vescale_rng._cpu.samplers import BlockSampler, SerialOp, sampler_of
 from vescale_rng._cpu.stream import advance
+from vescale_rng._distributions import Distribution
 from vescale_rng._layout.fill_plan import FillPlan
 from vescale_rng._layout.window_plan import Window
-from vescale_rng.distributions import Distribution
 
 
 def fill_cpu(

@@ -13,10 +13,10 @@ import torch
 from vescale_rng._cpu.draw_order import draw_order_of
 from vescale_rng._cpu.fill import store
 from vescale_rng._cpu.samplers import Sampler, SerialOp, sampler_of
+from vescale_rng._distributions import Distribution, Normal, Uniform
 from vescale_rng._layout.fill_plan import FillPlan, fill_plan_of
 from vescale_rng._layout.layout import ShardLayout, whole
 from vescale_rng._layout.window_plan import Window
-from vescale_rng.distributions import Distribution, Normal, Uniform
 
 
 class Bounds(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 
 from vescale_rng._cpu import stream
 from vescale_rng._cpu.draw_order import BLOCK, Blocks, DrawOrder, Elements, Pairs
-from vescale_rng.distributions import Distribution
+from vescale_rng._distributions import Distribution
 
 
 @dataclass(frozen=True)

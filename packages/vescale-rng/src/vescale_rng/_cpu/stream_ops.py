@@ -8,11 +8,11 @@ from math import prod
 
 import torch
 
-from vescale_rng._arguments import DTYPE, INTEGER, TRUTH, refused
+from vescale_rng._arguments import DTYPE, INTEGER, TRUTH, argument_error
 from vescale_rng._cpu import generator_state as cpu_state
 from vescale_rng._cpu.draw_order import draw_order_of
+from vescale_rng._distributions import Bernoulli
 from vescale_rng._errors import DistributionError
-from vescale_rng.distributions import Bernoulli
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class BernoulliOf(StreamOp):
     def __post_init__(self) -> None:
         """Refuse what is no dtype."""
         if self.p_dtype is not None and not isinstance(self.p_dtype, torch.dtype):
-            raise refused("p_dtype", DTYPE, self.p_dtype)
+            raise argument_error("p_dtype", DTYPE, self.p_dtype)
 
     def words(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """See `StreamOp.words`."""
@@ -76,7 +76,7 @@ class Multinomial(StreamOp):
         """Refuse what is no number of samples."""
         for name, kind in (("num_samples", INTEGER), ("replacement", TRUTH)):
             if not kind.holds(getattr(self, name)):
-                raise refused(name, kind, getattr(self, name))
+                raise argument_error(name, kind, getattr(self, name))
 
     def words(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """See `StreamOp.words`."""

@@ -21,10 +21,10 @@ from vescale_rng._cuda.map_check import PLACE, check_capture, compare_kernel
 from vescale_rng._cuda.recipes import Recipe
 from vescale_rng._cuda.spans import spans_of
 from vescale_rng._cuda.thread_map import Segment
+from vescale_rng._distributions import Distribution
 from vescale_rng._errors import DeviceError, DistributionError
 from vescale_rng._layout.fill_plan import FillPlan
 from vescale_rng._layout.layout import ShardLayout, is_row_major, whole
-from vescale_rng.distributions import Distribution
 
 # Ten are reserved, and a generator's offset is rounded up to a multiple of four.
 WORDS = 12

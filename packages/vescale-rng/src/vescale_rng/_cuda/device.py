@@ -1,4 +1,4 @@
-"""What the native CUDA policy asks of a device: its threads, and numbers that torch draws there."""
+"""Asks a device for its threads, and for numbers that torch draws there."""
 
 from functools import lru_cache
 from typing import Protocol
@@ -7,8 +7,8 @@ import torch
 
 from vescale_rng._cuda.generator_state import CudaPosition, read, write
 from vescale_rng._cuda.thread_map import THREADS_PER_BLOCK, threads_of_processors
+from vescale_rng._distributions import Distribution
 from vescale_rng._errors import DeviceError
-from vescale_rng.distributions import Distribution
 
 # What `use_threads` was asked, by device.
 _asked: dict[int, int] = {}

@@ -8,7 +8,7 @@ from vescale_rng._cuda import generator_state as cuda_state
 from vescale_rng._cuda.device import cuda_device, threads_of
 from vescale_rng._cuda.dropout_check import DropoutRoutes, dropout_routes_of
 from vescale_rng._cuda.dropout_draw import by_kernel, waves_of
-from vescale_rng._cuda.dropout_map import DropoutOp, Dropping, scales, vector_of
+from vescale_rng._cuda.dropout_map import DropoutOp, DropoutShape, scales, vector_of
 from vescale_rng._cuda.fill import Place, copy_windows
 from vescale_rng._cuda.generator_state import GraphGenerator
 from vescale_rng._errors import DeviceError
@@ -54,7 +54,7 @@ def dropout(
 
 def words_of_dropout(numel: int, threads: int) -> int:
     """Tell how far a dropout of `numel` elements moves a CUDA generator, in words."""
-    return Dropping(1, threads, numel).segments.words if numel else 0
+    return DropoutShape(1, threads, numel).segments.words if numel else 0
 
 
 def fill_mask_from(
@@ -62,7 +62,7 @@ def fill_mask_from(
 ) -> int:
     """Draw what is kept of a rank's part; how far the global op moves a generator."""
     widest, why = routes.route(op.dtype)
-    drop = Dropping(vector_of(plan.numel, widest), op.threads, plan.numel)
+    drop = DropoutShape(vector_of(plan.numel, widest), op.threads, plan.numel)
     if not why:
         by_kernel(plan.layout, drop, op, place, mask)
     elif isinstance(place, GraphGenerator) or op.threads != op.device.threads:
@@ -77,11 +77,11 @@ def fill_mask_from(
 
 def scaled(local: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
     """Apply a mask as `native_dropout` does, with its derivative."""
-    result: torch.Tensor = _Scaled.apply(local, mask, p)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _ScaledMask.apply(local, mask, p)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Scaled(torch.autograd.Function):
+class _ScaledMask(torch.autograd.Function):
     """Forward and backward both multiply by the mask, and by scales that may round apart."""
 
     @staticmethod

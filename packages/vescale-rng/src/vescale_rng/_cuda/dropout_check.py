@@ -1,4 +1,4 @@
-"""Before dropout is first drawn shard by shard on a device, its map is compared with torch."""
+"""Compares the map of dropout with torch, before it is first drawn by shards on a device."""
 
 import warnings
 from functools import cache
@@ -9,7 +9,7 @@ import torch
 
 from vescale_rng._cuda.device import Drawer, cuda_device
 from vescale_rng._cuda.dropout_draw import by_kernel, waves_of
-from vescale_rng._cuda.dropout_map import DropoutOp, Dropping, kept, vector_of
+from vescale_rng._cuda.dropout_map import DropoutOp, DropoutShape, kept_elements, vector_of
 from vescale_rng._cuda.kernels import have_triton
 from vescale_rng._cuda.map_check import PLACE, check_capture, compare_kernel, same_bits
 from vescale_rng._errors import DeviceError
@@ -65,7 +65,7 @@ class DropoutRoutes:
         # In any order: a wrong width agrees on all of these elements with a probability below
         # 2**-200.
         for vector in (16, 8, 4, 2, 1):
-            if np.array_equal(found, kept(vector, _LOOK, PLACE)):
+            if np.array_equal(found, kept_elements(vector, _LOOK, PLACE)):
                 return vector
         raise self._unknown(dtype)
 
@@ -74,7 +74,7 @@ class DropoutRoutes:
         device = self._device
         # A size of exactly this width.
         numel = device.threads * (4 if vector == 1 else vector) * 2 + 3 * vector
-        drop = Dropping(vector, device.threads, numel)
+        drop = DropoutShape(vector, device.threads, numel)
         given = torch.ones(numel, dtype=dtype, device=device.device)
         if vector_of(numel, widest) != vector:
             raise self._unknown(dtype)
@@ -86,7 +86,7 @@ class DropoutRoutes:
         return expected
 
     def _differs(self, dtype: torch.dtype, vector: int, expected: torch.Tensor) -> str:
-        drop = Dropping(vector, self._device.threads, expected.numel())
+        drop = DropoutShape(vector, self._device.threads, expected.numel())
         op = DropoutOp(0.3, dtype, self._device, self._device.threads)
 
         def draw_by_kernel() -> torch.Tensor:

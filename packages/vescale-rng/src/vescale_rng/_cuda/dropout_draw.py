@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vescale_rng._cuda.dropout_map import DropoutOp, Dropping, vector_of
+from vescale_rng._cuda.dropout_map import DropoutOp, DropoutShape, vector_of
 from vescale_rng._cuda.fill import Place, source
 from vescale_rng._cuda.generator_state import CudaPosition
 from vescale_rng._cuda.spans import spans_of
@@ -13,7 +13,7 @@ from vescale_rng._layout.layout import ShardLayout
 
 
 def by_kernel(
-    layout: ShardLayout, drop: Dropping, op: DropoutOp, place: Place, mask: torch.Tensor
+    layout: ShardLayout, drop: DropoutShape, op: DropoutOp, place: Place, mask: torch.Tensor
 ) -> None:
     from vescale_rng._cuda.kernels.launch import Job, launch
 
@@ -23,7 +23,7 @@ def by_kernel(
         launch(job, mask, span, drop.segments.parts[0])
 
 
-def waves_of(drop: Dropping, op: DropoutOp, place: CudaPosition, widest: int) -> Waves:
+def waves_of(drop: DropoutShape, op: DropoutOp, place: CudaPosition, widest: int) -> Waves:
     device = op.device.device
 
     def draw(out: torch.Tensor, words: int) -> None:

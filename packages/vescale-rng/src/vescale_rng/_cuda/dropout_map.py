@@ -38,7 +38,7 @@ class DropoutOp:
 
 
 @dataclass(frozen=True)
-class Dropping:
+class DropoutShape:
     """How a tensor of some size is dropped out.
 
     Attributes:
@@ -109,7 +109,9 @@ def vector_of(numel: int, widest: int) -> int:
     return vector
 
 
-def kept(vector: int, count: int, place: CudaPosition) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+def kept_elements(
+    vector: int, count: int, place: CudaPosition
+) -> "np.ndarray[Any, np.dtype[np.bool_]]":
     """Tell what is kept of so few elements with probability one half, by vectors of that width."""
     index = np.arange(count, dtype=np.int64)
     # So few elements are one for each thread: no turns, no lanes far apart.

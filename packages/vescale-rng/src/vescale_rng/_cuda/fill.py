@@ -17,11 +17,11 @@ from vescale_rng._cuda.recipes import recipe_of
 from vescale_rng._cuda.spans import spans_of
 from vescale_rng._cuda.thread_map import Segments, segments_of
 from vescale_rng._cuda.waves import WINDOW, Waves
+from vescale_rng._distributions import Distribution
 from vescale_rng._errors import DeviceError
 from vescale_rng._layout.fill_plan import FillPlan
 from vescale_rng._layout.layout import ShardLayout
 from vescale_rng._layout.window_plan import WindowPlan, window_plan_of
-from vescale_rng.distributions import Distribution
 
 if TYPE_CHECKING:
     from vescale_rng._cuda.kernels.launch import WordSource

@@ -1,4 +1,4 @@
-"""Before a kind of op is first drawn shard by shard on a device, its map is compared with torch.
+"""Compares the map of each kind of op with torch, before it is first drawn by shards.
 
 The installed torch answers two questions on the device itself, once for each distribution and
 dtype. Does ATen draw by the map that this package knows? If not, no shard can be drawn: an error.
@@ -21,9 +21,7 @@ from vescale_rng._cuda.recipes import Recipe, recipe_of
 from vescale_rng._cuda.spans import spans_of
 from vescale_rng._cuda.thread_map import segments_of
 from vescale_rng._cuda.waves import Waves
-from vescale_rng._errors import DeviceError, DistributionError
-from vescale_rng._layout.layout import whole
-from vescale_rng.distributions import (
+from vescale_rng._distributions import (
     Bernoulli,
     Cauchy,
     Distribution,
@@ -33,6 +31,8 @@ from vescale_rng.distributions import (
     Normal,
     Uniform,
 )
+from vescale_rng._errors import DeviceError, DistributionError
+from vescale_rng._layout.layout import whole
 
 # Both halves of the seed are used, and the counter carries into its upper half on the way.
 PLACE = CudaPosition(0x9E3779B97F4A7C15, 4 * (2**32 - 1))

@@ -1,4 +1,4 @@
-"""How each distribution is drawn on CUDA: the words it takes, and the arithmetic on them.
+"""Lists how each distribution is drawn on CUDA: its words, and the arithmetic on them.
 
 Parameters are rounded here as ATen rounds them on the host; a kernel gets them as 64-bit integers,
 floating-point ones by their bits.
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vescale_rng._errors import DistributionError
-from vescale_rng.distributions import (
+from vescale_rng._distributions import (
     Bernoulli,
     Cauchy,
     Distribution,
@@ -23,6 +22,7 @@ from vescale_rng.distributions import (
     Random,
     Uniform,
 )
+from vescale_rng._errors import DistributionError
 
 # Bits of the significand, the hidden one included.
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}

@@ -7,7 +7,7 @@ Reading guide:
     dropout, dropout_family: dropout, and the dropouts of features and of alpha.
     probabilities: draws whose parameters are tensors (`bernoulli_`, `normal`).
     sampling: permutations, and samples of categories.
-    truncated: `trunc_normal_`.
+    truncated_normal: `trunc_normal_`.
     data_dependent: ops whose values decide how many numbers they use; replicated tensors only.
     native_ops: random operators of torch, and their refusal under another policy.
 

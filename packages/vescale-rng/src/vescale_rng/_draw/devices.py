@@ -1,4 +1,4 @@
-"""Which tensors and generators are served where."""
+"""Decides which policies serve which tensors and generators."""
 
 import torch
 

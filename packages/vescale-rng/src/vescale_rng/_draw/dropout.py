@@ -14,6 +14,7 @@ from vescale_rng._cpu.fill import ways_around
 from vescale_rng._cpu.stream import advance
 from vescale_rng._cuda import dropout as cuda_dropout
 from vescale_rng._cuda.generator_state import GraphGenerator
+from vescale_rng._distributions import Bernoulli
 from vescale_rng._draw.devices import check_device, cpu_generator, cuda_generator, is_cuda
 from vescale_rng._draw.fill import fill_
 from vescale_rng._errors import DistributionError
@@ -21,7 +22,6 @@ from vescale_rng._layout.fill_plan import plan_for
 from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout
 from vescale_rng._layout.local_like import make_like
 from vescale_rng._policy import policy
-from vescale_rng.distributions import Bernoulli
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 

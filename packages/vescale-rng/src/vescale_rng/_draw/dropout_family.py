@@ -7,13 +7,13 @@ import torch
 
 from vescale_rng._arguments import FLOATS, checked
 from vescale_rng._cuda.generator_state import GraphGenerator
+from vescale_rng._distributions import Bernoulli
 from vescale_rng._draw.dropout import check_dropout
 from vescale_rng._draw.fill import fill_
 from vescale_rng._errors import DistributionError
 from vescale_rng._layout.feature_layout import features_of
 from vescale_rng._layout.layout import LayoutLike, ShardLayout
 from vescale_rng._layout.local_like import is_one_box, make_like
-from vescale_rng.distributions import Bernoulli
 
 # -scale * alpha of `selu`: what a dropped element becomes (ATen/native/Dropout.cpp).
 _ALPHA = 1.7580993408473766

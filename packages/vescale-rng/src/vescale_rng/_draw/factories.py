@@ -4,6 +4,7 @@ import torch
 
 from vescale_rng import _portable as portable
 from vescale_rng._arguments import checked
+from vescale_rng._distributions import Distribution, Exponential, Normal, RandInt, Uniform
 from vescale_rng._draw.fill import fill_
 from vescale_rng._errors import LayoutError
 from vescale_rng._layout.fill_plan import plan_for
@@ -11,7 +12,6 @@ from vescale_rng._layout.layout import LayoutLike, as_layout, dense_strides
 from vescale_rng._layout.local_like import make_like
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
 from vescale_rng._policy import policy
-from vescale_rng.distributions import Distribution, Exponential, Normal, RandInt, Uniform
 
 
 @checked()

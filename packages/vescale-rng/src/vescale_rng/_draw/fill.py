@@ -10,6 +10,7 @@ from vescale_rng._arguments import checked
 from vescale_rng._cpu.fill import fill_cpu
 from vescale_rng._cuda.fill import fill_cuda
 from vescale_rng._cuda.generator_state import GraphGenerator
+from vescale_rng._distributions import Distribution, Normal
 from vescale_rng._draw.devices import (
     check_device,
     cpu_generator,
@@ -23,7 +24,6 @@ from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
 from vescale_rng._layout.real_layout import real_layout_of
 from vescale_rng._policy import policy
-from vescale_rng.distributions import Distribution, Normal
 
 
 @checked()
@@ -77,7 +77,7 @@ def fill_(
     if is_cuda(target):
         generator = cuda_generator(target, generator)
         plan = plan_for(as_layout(layout), target)
-        fill_cuda(plan, distribution, written(target), generator)
+        fill_cuda(plan, distribution, write_target(target), generator)
         return local
     if policy() == "portable":
         own = torch_generator(generator)
@@ -86,7 +86,7 @@ def fill_(
     generator = cpu_generator(generator)
     # A layout that is kept and passed again goes straight to its plan.
     plan = plan_for(layout if type(layout) is ShardLayout else as_layout(layout), target)
-    fill_cpu(plan, distribution, written(target), generator)
+    fill_cpu(plan, distribution, write_target(target), generator)
     return local
 
 
@@ -99,7 +99,7 @@ def _fill_complex(
     """Fill with complex normals as torch does: both parts with the mean and half the variance."""
     plan_for(layout, target)  # refuses what does not fit, before anything is drawn
     parts = Normal(normal.mean, float(normal.std) / sqrt(2.0))
-    fill_(torch.view_as_real(written(target)), parts, real_layout_of(layout), generator)
+    fill_(torch.view_as_real(write_target(target)), parts, real_layout_of(layout), generator)
 
 
 def _fill_portably(
@@ -116,11 +116,11 @@ def _fill_portably(
         # By the global size, not by the local: a rank without elements takes the key like the
         # others, or its generator would fall behind theirs.
         key = portable.draw_key(generator, target.device)
-        portable.fill_portable(written(target), distribution, plan.layout, key)
+        portable.fill_portable(write_target(target), distribution, plan.layout, key)
     return local
 
 
-def written(target: torch.Tensor) -> torch.Tensor:
+def write_target(target: torch.Tensor) -> torch.Tensor:
     """Return the tensor to draw into, so that autograd sees a write and no gradient passes it."""
     if not target.requires_grad:
         return target

@@ -77,11 +77,11 @@ def no_native_draws(what: str) -> Iterator[None]:
     if policy() == "native":
         yield
         return
-    with _Refused(what):
+    with _RefusalMode(what):
         yield
 
 
-class _Refused(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RefusalMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, what: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._what = what

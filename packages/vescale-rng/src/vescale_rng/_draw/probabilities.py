@@ -11,15 +11,15 @@ from vescale_rng._cpu.fill import Parameter, fill_with_parameter
 from vescale_rng._cpu.samplers import SerialOp
 from vescale_rng._cpu.stream_ops import words_of_bernoulli
 from vescale_rng._cuda.bernoulli import fill_each_cuda
+from vescale_rng._distributions import Bernoulli, Distribution, Normal
 from vescale_rng._draw.devices import check_device, cpu_generator, cuda_generator, is_cuda
-from vescale_rng._draw.fill import fill_, written
+from vescale_rng._draw.fill import fill_, write_target
 from vescale_rng._errors import DistributionError, LayoutError
 from vescale_rng._layout.fill_plan import FillPlan, plan_for
 from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout
 from vescale_rng._layout.local_like import make_like, make_new
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
 from vescale_rng._policy import policy
-from vescale_rng.distributions import Bernoulli, Distribution, Normal
 
 
 @checked(p=EACH)
@@ -66,9 +66,9 @@ def bernoulli_(
         return local
     if policy() == "portable":
         key = portable.draw_key(generator, target.device)
-        portable.bernoulli_of(written(target), values, plan.layout, key)
+        portable.bernoulli_of(write_target(target), values, plan.layout, key)
     else:
-        _draw(plan, words, values, written(target), generator)
+        _draw(plan, words, values, write_target(target), generator)
     return local
 
 
@@ -162,11 +162,11 @@ def _drawn_from(drawn: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
     """Show a draw to autograd as torch does: made of its parameters, with gradients of zero."""
     if not torch.is_grad_enabled() or not any(p.requires_grad for p in parameters):
         return drawn
-    result: torch.Tensor = _Drawn.apply(drawn, *parameters)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _DrawFunction.apply(drawn, *parameters)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Drawn(torch.autograd.Function):
+class _DrawFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, drawn: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.parameters = [(p.shape, p.dtype, p.device) for p in parameters]
@@ -184,7 +184,7 @@ def _each_on_cuda(
     plan = plan_for(layout, target)
     values = _spread(p, target)
     if plan.numel:
-        fill_each_cuda(plan, values, written(target), cuda_generator(target, generator))
+        fill_each_cuda(plan, values, write_target(target), cuda_generator(target, generator))
 
 
 def _spread(p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

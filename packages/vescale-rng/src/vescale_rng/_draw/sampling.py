@@ -8,6 +8,7 @@ from vescale_rng import _portable as portable
 from vescale_rng._arguments import checked
 from vescale_rng._cpu.stream import advance
 from vescale_rng._cpu.stream_ops import Multinomial
+from vescale_rng._distributions import Exponential
 from vescale_rng._draw.devices import check_device, cpu_generator
 from vescale_rng._draw.fill import fill_
 from vescale_rng._errors import DistributionError, LayoutError
@@ -15,7 +16,6 @@ from vescale_rng._layout.fill_plan import plan_for
 from vescale_rng._layout.layout import Box, LayoutLike, ShardLayout, as_layout
 from vescale_rng._layout.local_like import make_like
 from vescale_rng._policy import policy
-from vescale_rng.distributions import Exponential
 
 
 @checked()

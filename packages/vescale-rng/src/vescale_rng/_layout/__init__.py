@@ -1,4 +1,4 @@
-"""Which elements of a tensor a rank holds, and how a fill goes through them.
+"""Describes which elements of a tensor a rank holds, and plans fills of them.
 
 Pure geometry: nothing here draws a number, and only `local_like` and `layout_check` make tensors.
 
@@ -14,5 +14,4 @@ Reading guide:
     local_like, feature_layout: layouts of tensors that go with a given one (a mask, the noise of
         features).
     real_layout: complex tensors as real ones.
-    former_names: public names that were changed.
 """

@@ -1,4 +1,4 @@
-"""Which features (first two indices) the boxes of a layout touch: each is drawn once."""
+"""Finds the features (first two indices) that a layout's boxes touch: each is drawn once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""From a layout and a local tensor's geometry to what a fill does: checked once, then kept."""
+"""Plans a fill from a layout and a local tensor's geometry: checked once, then cached."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

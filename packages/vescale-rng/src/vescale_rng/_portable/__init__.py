@@ -20,7 +20,7 @@ and no product is fused with a sum.
 from vescale_rng._portable.fill_boxes import check, fill_portable, minus_log_
 from vescale_rng._portable.key import WORDS, WORDS_ON_CUDA, draw_key
 from vescale_rng._portable.sampling import bernoulli_of, permutation, winners
-from vescale_rng._portable.truncated import truncated_normal
+from vescale_rng._portable.truncated_normal import truncated_normal
 
 __all__ = [
     "WORDS",

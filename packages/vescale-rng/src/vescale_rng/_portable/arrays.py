@@ -1,4 +1,4 @@
-"""What a map needs of an array library; numpy and torch each give it."""
+"""Defines what a map needs of an array library; numpy and torch each give it."""
 
 from abc import ABC, abstractmethod
 from typing import Any, Literal, TypeVar

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from vescale_rng._cpu.draw_order import draw_order_of
+from vescale_rng._distributions import Distribution
 from vescale_rng._layout.layout import ShardLayout
 from vescale_rng._portable.arrays import Arrays
 from vescale_rng._portable.functions import DOUBLE, SINGLE, minus_log
 from vescale_rng._portable.maps import Map, map_of
 from vescale_rng._portable.numpy_arrays import NumpyArrays
-from vescale_rng._portable.tiles import Tile, cut, tiles_of
+from vescale_rng._portable.tiles import Tile, cut_tile, tiles_of
 from vescale_rng._portable.torch_arrays import TorchArrays
-from vescale_rng.distributions import Distribution
 
 # Blocks of one tile: on CPU the working set of some ten arrays stays in the cache of a core; on a
 # GPU there must be work for all of it.
@@ -153,7 +153,7 @@ def parts(layout: ShardLayout, kind: Map, blocks: int) -> Iterator[TileBlocks]:
         run = whole.sizes[-1]
         waste = (run + 2 * per_block - 2) // per_block * per_block / run
         most = max(per_block, int(blocks * per_block / min(waste, per_block)))
-        for tile in cut(whole, most // per_block * per_block, per_block):
+        for tile in cut_tile(whole, most // per_block * per_block, per_block):
             yield _part(tile, per_block)
 
 

@@ -1,4 +1,4 @@
-"""From tiles to launches of the kernel, for the maps that it has."""
+"""Launches the kernel on tiles, for the maps that it has."""
 
 from contextlib import nullcontext
 from math import prod
@@ -6,7 +6,7 @@ from math import prod
 import torch
 
 from vescale_rng._layout.layout import ShardLayout
-from vescale_rng._portable.maps import Fused, Map
+from vescale_rng._portable.maps import FusedMap, Map
 from vescale_rng._portable.tiles import Tile, split_outer, tiles_of
 from vescale_rng._portable.triton_kernel import fill_tile
 
@@ -18,7 +18,7 @@ _DIMS = 3
 
 
 def launch_fill(
-    local: torch.Tensor, kind: Map, fused: Fused, layout: ShardLayout, key: torch.Tensor
+    local: torch.Tensor, kind: Map, fused: FusedMap, layout: ShardLayout, key: torch.Tensor
 ) -> None:
     """Fill `local` by the kernel.
 
@@ -37,7 +37,7 @@ def launch_fill(
                 _launch(bytes_of_bools, kind, fused, tile, key)
 
 
-def _launch(local: torch.Tensor, kind: Map, fused: Fused, tile: Tile, key: torch.Tensor) -> None:
+def _launch(local: torch.Tensor, kind: Map, fused: FusedMap, tile: Tile, key: torch.Tensor) -> None:
     missing = _DIMS + 1 - len(tile.sizes)
     runs, length = prod(tile.sizes[:-1]), tile.sizes[-1]
     _, n1, n2, _ = (1,) * missing + tile.sizes

@@ -1,4 +1,4 @@
-"""From words to values: one map for each distribution, the same code for numpy and torch.
+"""Maps words to values: one map for each distribution, the same code for numpy and torch.
 
 A narrow map makes four elements of a block, from 32-bit words; a wide one makes two, from 64-bit
 words. `SPEC.md` states each of them.
@@ -13,11 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vescale_rng._errors import PolicyError
-from vescale_rng._portable.arrays import Arrays
-from vescale_rng._portable.functions import DOUBLE, SINGLE, Format, cos_sin, exp, minus_log
-from vescale_rng._portable.scalars import minus_log1p_of_minus
-from vescale_rng.distributions import (
+from vescale_rng._distributions import (
     Bernoulli,
     Cauchy,
     Distribution,
@@ -29,10 +25,14 @@ from vescale_rng.distributions import (
     Random,
     Uniform,
 )
+from vescale_rng._errors import PolicyError
+from vescale_rng._portable.arrays import Arrays
+from vescale_rng._portable.functions import DOUBLE, SINGLE, Format, cos_sin, exp, minus_log
+from vescale_rng._portable.scalars import minus_log1p_of_minus
 
 
 @dataclass(frozen=True)
-class Fused:
+class FusedMap:
     """A narrow map in the form that the kernel takes: its name there, and two numbers."""
 
     kind: str
@@ -55,7 +55,7 @@ class Map:
     wide: bool
     values: Callable[[Arrays, Any], Any]
     excluded: tuple[float, float] | None = None
-    fused: Fused | None = None
+    fused: FusedMap | None = None
 
     def of(self, arrays: Arrays, words: Any) -> Any:
         """Return the values of these words."""
@@ -101,13 +101,13 @@ def map_of(distribution: Distribution, dtype: torch.dtype) -> Map:
             return _uniform_map(kind, low, high, dtype)
         case Normal(mean, std):
             mean, std = kind.nearest(mean), kind.nearest(std)
-            fused = None if wide else Fused("normal", mean, std)
+            fused = None if wide else FusedMap("normal", mean, std)
             return Map(wide, partial(normal_values, kind, mean, std), fused=fused)
         case LogNormal(mean, std):
             return Map(wide, partial(_log_normal, kind, kind.nearest(mean), kind.nearest(std)))
         case Exponential(rate):
             scale = kind.nearest(1.0 / rate)
-            fused = None if wide else Fused("exponential", scale)
+            fused = None if wide else FusedMap("exponential", scale)
             return Map(wide, partial(_exponential, kind, scale), fused=fused)
         case Cauchy(median, sigma):
             return Map(wide, partial(_cauchy, kind, kind.nearest(median), kind.nearest(sigma)))
@@ -143,7 +143,7 @@ def _uniform_map(kind: Format, low: float, high: float, dtype: torch.dtype) -> M
     exact = (low, high) == (0.0, 1.0) and dtype in (torch.float32, torch.float64)
     extent = kind.nearest(high - low)
     values = partial(uniform_values, kind, low, extent)
-    fused = Fused("uniform", low, extent) if kind is SINGLE else None
+    fused = FusedMap("uniform", low, extent) if kind is SINGLE else None
     return Map(kind is DOUBLE, values, None if exact else (high, low), fused)
 
 
@@ -250,7 +250,7 @@ def _geometric(kind: Format, scale: float, most: float, arrays: Arrays, words: A
 
 def _bernoulli_map(threshold: int) -> Map:
     # The kernel compares signed numbers, so that one compilation serves all thresholds.
-    fused = Fused("bernoulli", threshold - 1 - (1 << 31)) if threshold else None
+    fused = FusedMap("bernoulli", threshold - 1 - (1 << 31)) if threshold else None
     return Map(False, partial(_bernoulli, threshold), fused=fused)
 
 
@@ -261,7 +261,7 @@ def _bernoulli(threshold: int, arrays: Arrays, words: Any) -> Any:
 
 def _integer_map(low: int, extent: int) -> Map:
     wide = extent >= _NARROW_RANGE
-    fused = None if wide else Fused("integers", low, extent)
+    fused = None if wide else FusedMap("integers", low, extent)
     return Map(wide, partial(_integers, low, extent, 64 if wide else 32), fused=fused)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from vescale_rng._cpu.stream_ops import Multinomial
+from vescale_rng._distributions import Exponential
 from vescale_rng._layout.layout import Box, Ints, ShardLayout, dense_strides, whole
 from vescale_rng._portable.arrays import Arrays
 from vescale_rng._portable.fill_boxes import arrays_of, fill_by_arrays, fill_portable, parts, store
 from vescale_rng._portable.maps import Map
-from vescale_rng.distributions import Exponential
 
 # Elements of the races that are run at once.
 _RACES = 1 << 20

@@ -36,7 +36,7 @@ class Tile:
 
 @lru_cache(maxsize=4096)
 def tiles_of(layout: ShardLayout) -> tuple[Tile, ...]:
-    """Make one tile for each box with elements, of any size; `cut` makes them small."""
+    """Make one tile for each box with elements, of any size; `cut_tile` makes them small."""
     order = layout.memory_order or tuple(range(len(layout.global_shape)))
     strides = dense_strides(layout.global_shape, layout.memory_order)
     return tuple(_tile(box, order, strides) for box in layout.boxes if 0 not in box.shape)
@@ -58,7 +58,7 @@ def _tile(box: Box, order: Ints, strides: Ints) -> Tile:
     return Tile(start, sizes, global_strides, box.local_offset, local_strides)
 
 
-def cut(tile: Tile, most: int, unit: int) -> Iterator[Tile]:
+def cut_tile(tile: Tile, most: int, unit: int) -> Iterator[Tile]:
     """Split `tile` into tiles of at most `most` elements, along the fewest dims.
 
     Args:

@@ -1,4 +1,4 @@
-"""Where a generator stands: read, moved, saved, and compared over ranks.
+"""Reads, moves, saves and compares the positions of generators.
 
 Reading guide:
     positions: `position`, `seek`, `at`, `advance`, and how far an op goes (`draws`, `skip`).

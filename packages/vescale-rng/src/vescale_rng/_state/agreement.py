@@ -1,4 +1,4 @@
-"""Whether all ranks stand at the same place of the same stream: asked on request only.
+"""Compares on request whether all ranks are at the same position of the same stream.
 
 `gather_numbers`, `by_ranks` and `message_device` are those of `vescale_comm.agreement`, in name and
 form: this package imports no other, so it has its own.

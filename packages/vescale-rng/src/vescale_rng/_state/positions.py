@@ -19,6 +19,7 @@ from vescale_rng._cuda.device import threads_of
 from vescale_rng._cuda.dropout import words_of_dropout
 from vescale_rng._cuda.fill import words_of_fill
 from vescale_rng._cuda.generator_state import CudaPosition
+from vescale_rng._distributions import Distribution, Normal
 from vescale_rng._draw.devices import cpu_generator
 from vescale_rng._draw.fill import fill_
 from vescale_rng._errors import DeviceError, DistributionError, RngError
@@ -26,7 +27,6 @@ from vescale_rng._layout.fill_plan import fill_plan_of
 from vescale_rng._layout.layout import ShardLayout, integers
 from vescale_rng._layout.real_layout import real_layout_of
 from vescale_rng._policy import policy
-from vescale_rng.distributions import Distribution, Normal
 
 
 @checked()

@@ -15,5 +15,5 @@ Reading guide:
     hooks: replaces torch's functions by ours, and restores them.
     probes: what of torch is replaced, and whether the installed torch calls it. These two alone
         use names that are private to torch.
-    in_force: which rule is in force in this thread.
+    current_rule: which rule is in force in this thread.
 """

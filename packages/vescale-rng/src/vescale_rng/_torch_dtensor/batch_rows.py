@@ -1,4 +1,4 @@
-"""Where a tensor's rows are in the global batch: agreed on by the data ranks, draw by draw.
+"""Locates a tensor's rows in the global batch, draw by draw, as data ranks agree.
 
 A rank sees its own number of rows and not that of others, and the numbers that it draws depend on
 all of them. Which ranks' rows have changed since the last draw, no rank can know by itself: were a
@@ -19,8 +19,8 @@ import torch
 from vescale_rng._errors import LayoutError, StateError
 from vescale_rng._layout.layout import Box, Ints, ShardLayout, dense_strides
 from vescale_rng._state.fingerprint import fingerprint
+from vescale_rng._torch_dtensor.current_rule import batch_dim_inside
 from vescale_rng._torch_dtensor.data_axes import DataAxes
-from vescale_rng._torch_dtensor.in_force import batch_dim_inside
 from vescale_rng._torch_dtensor.row_messages import DIMS, Message, RankPart, exchange
 
 
@@ -44,7 +44,7 @@ class BatchRows:
 
     @property
     def asks_nobody(self) -> bool:
-        """Whether draws go by what was told: after the first one has compared it."""
+        """Whether draws go by the declared rows: after the first one has compared them."""
         return self._drawn and not self._asks
 
     def layout(self, part: RankPart, held: ShardLayout | None, generator: Any) -> ShardLayout:
@@ -80,7 +80,7 @@ class BatchRows:
         return _moved(held, dim, tuple(sizes), self.axes.index, order)
 
     def close(self) -> None:
-        """Compare the generators once more, where draws went by what was told. A collective."""
+        """Compare the generators once more, where draws went by declared rows. A collective."""
         if self.asks_nobody:
             self._check_step([row[0] for row in self.axes.gather([fingerprint()])], "at the end")
 
@@ -107,7 +107,7 @@ class BatchRows:
         return int(dim)
 
     def _by_rows(self, part: RankPart, dim: int) -> RankPart:
-        """Return a part with what is wrong with it by the numbers of rows that were told."""
+        """Return a part with what is wrong with it by the declared numbers of rows."""
         if self._rows is None or self._asks or part.trouble:
             return part
         mine, size = self._rows[self.axes.index], part.shape[dim]
@@ -120,7 +120,7 @@ class BatchRows:
         )
 
     def _told(self, size: int) -> list[int]:
-        """Return the size of every rank's part by the rows that were told, given this rank's."""
+        """Return the size of every rank's part by the declared rows, given this rank's."""
         assert self._rows is not None
         return [rows * (size // self._rows[self.axes.index]) for rows in self._rows]
 
@@ -183,7 +183,7 @@ def _moved(held: ShardLayout, dim: int, sizes: Ints, index: int, order: Ints) ->
 
 
 def part_of(op: str, tensor: torch.Tensor) -> tuple[RankPart, ShardLayout | None]:
-    """Return what is told of a plain tensor, and its layout within its rank's rows."""
+    """Return what is declared of a plain tensor, and its layout within its rank's rows."""
     shape, strides = tuple(tensor.shape), tensor.stride()
     order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
     if tensor.is_contiguous():

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from vescale_rng._errors import LayoutError
 from vescale_rng._policy import policy
 from vescale_rng._torch_dtensor.batch_rows import BatchRows
+from vescale_rng._torch_dtensor.current_rule import depth, in_force, placing
 from vescale_rng._torch_dtensor.data_axes import data_axes
 from vescale_rng._torch_dtensor.hooks import installed
-from vescale_rng._torch_dtensor.in_force import depth, in_force, placing
 from vescale_rng._torch_dtensor.modes import ruled, watched_for_data
 from vescale_rng._torch_dtensor.rules import (
     BatchRule,

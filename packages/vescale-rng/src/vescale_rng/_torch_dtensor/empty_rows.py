@@ -1,4 +1,4 @@
-"""What functions would draw of a tensor with rows, where this rank has none.
+"""Draws what functions would draw of a tensor with rows, where this rank has none.
 
 torch's dropouts return an empty tensor before they draw, in C++ and unseen by any mode. The other
 data ranks do draw, and this rank's generator has to move as far as theirs.

@@ -22,15 +22,15 @@ from torch.distributed import tensor as torch_tensor
 from torch.nn import init
 from torch.utils import checkpoint as checkpoints
 
+from vescale_rng._distributions import Normal, Uniform
 from vescale_rng._draw.fill import fill_
 from vescale_rng._draw.native_ops import named_arguments
-from vescale_rng._draw.truncated import trunc_normal_
+from vescale_rng._draw.truncated_normal import trunc_normal_
 from vescale_rng._errors import RngError
 from vescale_rng._policy import policy
-from vescale_rng._torch_dtensor.in_force import decide, deciding, placing
+from vescale_rng._torch_dtensor.current_rule import decide, deciding, placing
 from vescale_rng._torch_dtensor.ops import HANDLERS
 from vescale_rng._torch_dtensor.probes import BORN, FRAMES, REENTRANT, TRUNCATED, missing
-from vescale_rng.distributions import Normal, Uniform
 
 _BORN = {torch.rand: Uniform(), torch.randn: Normal()}
 _lock = threading.Lock()

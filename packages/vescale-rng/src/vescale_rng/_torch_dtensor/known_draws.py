@@ -11,12 +11,12 @@ import torch
 
 from vescale_rng._cpu.fill import ways_around
 from vescale_rng._cpu.stream import advance
+from vescale_rng._distributions import Bernoulli
 from vescale_rng._layout.fill_plan import plan_for
 from vescale_rng._layout.layout import ShardLayout
 from vescale_rng._policy import policy
-from vescale_rng._torch_dtensor.in_force import batch_dim_inside
+from vescale_rng._torch_dtensor.current_rule import batch_dim_inside
 from vescale_rng._torch_dtensor.parameters import is_parameter
-from vescale_rng.distributions import Bernoulli
 
 # What `F.dropout` draws its noise by on CPU.
 KNOWN_OP: Any = torch.ops.aten.bernoulli_.float

@@ -24,14 +24,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_rng._draw.native_ops import is_random
-from vescale_rng._torch_dtensor.empty_rows import Cannot, draw_of_empty
-from vescale_rng._torch_dtensor.in_force import (
+from vescale_rng._torch_dtensor.current_rule import (
     batch_dim_inside,
     batch_dim_is,
     decide,
     deciding,
     in_force,
 )
+from vescale_rng._torch_dtensor.empty_rows import Cannot, draw_of_empty
 from vescale_rng._torch_dtensor.local_shards import follow
 from vescale_rng._torch_dtensor.parameters import MAKES_ALIKE, marked
 from vescale_rng._torch_dtensor.rules import BlockRule, UnsaidRule

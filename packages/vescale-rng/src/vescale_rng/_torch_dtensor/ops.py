@@ -1,4 +1,4 @@
-"""What each random op of ATen does on a part of a tensor: this rank's numbers, no private names.
+"""Runs each random op of ATen on a part of a tensor: this rank's numbers, no private names.
 
 The functions get a `Placing` (which elements a tensor is), an op, and its arguments by name, with
 `input` for `self` and `low` for `from`. Tensors are torch's DTensors or, where the placing knows
@@ -11,6 +11,18 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from vescale_rng._distributions import (
+    Bernoulli,
+    Cauchy,
+    Distribution,
+    Exponential,
+    Geometric,
+    LogNormal,
+    Normal,
+    RandInt,
+    Random,
+    Uniform,
+)
 from vescale_rng._draw.dropout import dropout, native_dropout
 from vescale_rng._draw.dropout_family import (
     alpha_dropout,
@@ -25,18 +37,6 @@ from vescale_rng._layout.layout import ShardLayout, dense_strides
 from vescale_rng._layout.local_like import make_like
 from vescale_rng._layout.of_tensor import layout_of_tensor
 from vescale_rng._policy import require_native
-from vescale_rng.distributions import (
-    Bernoulli,
-    Cauchy,
-    Distribution,
-    Exponential,
-    Geometric,
-    LogNormal,
-    Normal,
-    RandInt,
-    Random,
-    Uniform,
-)
 
 Generator = torch.Generator | None
 

@@ -1,4 +1,4 @@
-"""Which plain tensors are parameters, or are made like one: every data rank holds all of those."""
+"""Recognises plain tensors that are parameters or made alike: every data rank holds all."""
 
 from typing import Any
 

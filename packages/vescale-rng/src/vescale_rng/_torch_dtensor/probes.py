@@ -1,4 +1,4 @@
-"""Whether torch's public functions still call the private ones that the hooks replace.
+"""Probes whether torch's public functions still call the private ones that hooks replace.
 
 A name that is there is not enough: torch 2.14 kept a function that `checkpoint` had called before,
 and called another one. What nobody calls hooks nothing, and the draws would be silently others.

@@ -1,4 +1,4 @@
-"""What the data ranks tell each other of a draw: their parts of the batch, and what is wrong.
+"""Exchanges the parts of the batch that data ranks hold in a draw, and their problems.
 
 A rank that cannot draw its part says so in the message that the others wait for, and its words
 follow in a second one: so all ranks raise the same error, and none waits for a rank that has gone.

@@ -1,4 +1,4 @@
-"""What `consistent` does with a random op: draw rows of the batch, refuse, or let it pass."""
+"""Decides for a random op in `consistent`: draw rows of the batch, raise, or let it pass."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
+from vescale_rng._distributions import Distribution, Normal, RandInt, Uniform
 from vescale_rng._draw.fill import fill_
 from vescale_rng._draw.native_ops import draws_nothing, named_arguments
 from vescale_rng._draw.sampling import randperm
@@ -26,7 +27,6 @@ from vescale_rng._torch_dtensor.ops import (
 )
 from vescale_rng._torch_dtensor.parameters import is_parameter
 from vescale_rng._torch_dtensor.row_messages import RankPart
-from vescale_rng.distributions import Distribution, Normal, RandInt, Uniform
 
 _MADE: dict[str, Callable[..., Distribution]] = {
     "rand": lambda **_: Uniform(),
@@ -219,7 +219,7 @@ class BatchRule(BlockRule):
         self.shards_met |= note_local(source, local, self._rows.axes)
 
     def refuse_empty(self, cannot: Cannot) -> None:
-        """Refuse on every rank: the others hear of it at their next draw."""
+        """Refuse on every rank: the others raise at their next draw."""
         try:
             super().refuse_empty(cannot)
         except LayoutError as error:

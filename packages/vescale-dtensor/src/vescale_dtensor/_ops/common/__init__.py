@@ -1,4 +1,4 @@
-"""What several families share. Families import this, and nearly nothing of each other.
+"""Holds helpers of several families, which import nearly nothing of each other.
 
 - `functions`: tables of rules (`entries`, `both_forms`) and arguments by name.
 - `letters`, `memory_formats`: what a rule says of dims and of their order in memory.

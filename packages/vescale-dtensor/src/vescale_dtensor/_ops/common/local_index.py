@@ -1,4 +1,4 @@
-"""From indices of a global dim to those of this rank's shard, for look-ups and writes by index."""
+"""Converts indices of a global dim to those of this rank's shard, for reads and writes."""
 
 from __future__ import annotations
 

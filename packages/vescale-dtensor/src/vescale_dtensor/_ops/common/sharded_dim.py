@@ -22,7 +22,7 @@ from vescale_dtensor._layout.local_shards import local_groups, local_shape
 from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._layout.placements import Partial, Replicate, Shard
 from vescale_dtensor._planning import AxisStrategy, Dims, LocalContext, OpCall, Signature, Strategy
-from vescale_dtensor._planning.memory_order import alone
+from vescale_dtensor._planning.memory_order import without_modes
 from vescale_dtensor._redistribute.half_sums import reduce_over, wide_dtype
 from vescale_dtensor._torch.compat import any_autocast
 from vescale_dtensor._torch.overridable import overridable
@@ -110,7 +110,7 @@ def is_refused(call: OpCall) -> bool:
         )
         refused = False
         # Hidden from modes: the question is no part of the program that one records or counts.
-        with warnings.catch_warnings(), torch.no_grad(), alone():
+        with warnings.catch_warnings(), torch.no_grad(), without_modes():
             warnings.simplefilter("ignore")  # of one element: too few degrees of freedom
             try:
                 call.func(*args, **kwargs)

@@ -16,8 +16,8 @@ from torch import Tensor
 from vescale_dtensor._dispatch.dispatch import run_by_rule
 from vescale_dtensor._dispatch.execute import after_mutation, refuse_view_of_leaf
 from vescale_dtensor._dispatch.fallback import fallback
-from vescale_dtensor._dispatch.overlapping import refuse_overlapping_copy
-from vescale_dtensor._dispatch.ways_back import is_part_at
+from vescale_dtensor._dispatch.overlapping_writes import refuse_overlapping_copy
+from vescale_dtensor._dispatch.view_inverses import is_part_at
 from vescale_dtensor._dispatch.written_views import write_through
 from vescale_dtensor._ops.index.basic import basic
 from vescale_dtensor._ops.index.gather import dims_taken, spread_out

@@ -20,11 +20,11 @@ from vescale_dtensor._layout.placements import Replicate, Shard, is_interval
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._ops.common.letters import broadcast_letters
-from vescale_dtensor._ops.nn.attention_exchange import exchanged, exchanged_axes
-from vescale_dtensor._ops.nn.attention_refused import require_accepted
+from vescale_dtensor._ops.nn.attention_checks import require_accepted
+from vescale_dtensor._ops.nn.attention_exchange import exchange_attention, exchanged_axes
 from vescale_dtensor._ops.nn.attention_ring import in_ring
 from vescale_dtensor._ops.nn.attention_rows import causal, causal_mask, rows_of
-from vescale_dtensor._ops.nn.attention_ways import Shared, shared_way
+from vescale_dtensor._ops.nn.attention_ways import SharedCandidates, shared_way
 from vescale_dtensor._planning import (
     AxisStrategy,
     Dims,
@@ -78,7 +78,7 @@ def _attention(call: OpCall) -> Strategy | None:
     # heads or features there is nothing to send.
     sizes = query.shape[1] * query.shape[-1] * value.shape[-1]
     plain = query.ndim == 4 and not _broadcasts(call) and sizes > 0
-    way = shared_way(call, letters) if plain else Shared((), in_ring=False)
+    way = shared_way(call, letters) if plain else SharedCandidates((), in_ring=False)
     # Linear in the value; not declared, since dropout would have to draw one mask for all partials.
     # Grouped heads are sharded by `axis_candidates`, which keep them with their key heads.
     strategy = Signature(
@@ -149,7 +149,9 @@ def _head_shard(placement: Placement) -> Sharded | None:
 def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     given = by_name(_NAMES, args, kwargs)
     axes = exchanged_axes(context)
-    return exchanged(context, axes, given, _of_heads) if axes else _of_heads(context, given)
+    return (
+        exchange_attention(context, axes, given, _of_heads) if axes else _of_heads(context, given)
+    )
 
 
 def _in_ring(context: LocalContext, args: Any, kwargs: Any) -> Tensor:

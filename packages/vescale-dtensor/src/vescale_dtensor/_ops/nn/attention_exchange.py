@@ -33,7 +33,7 @@ _REPLICATE = Replicate()
 _HEADS, _ROWS = 1, 2
 
 
-class _Shaped(NamedTuple):
+class _OperandShape(NamedTuple):
     """All that local kernels ask an operand for."""
 
     shape: torch.Size
@@ -127,7 +127,7 @@ def exchanged_axes(context: LocalContext) -> list[int]:
     return [axis for axis, one in enumerate(placements) if _is_rows(one)]
 
 
-def exchanged(
+def exchange_attention(
     context: LocalContext,
     axes: Sequence[int],
     given: dict[str, Any],
@@ -168,7 +168,10 @@ def _context(
 ) -> LocalContext:
     """The same call, of query, key and value in other layouts, and perhaps of repeated heads."""
     plan, call = context.plan, context.call
-    operands = [*[_Shaped(torch.Size(shape), len(shape)) for shape in shapes], *call.operands[3:]]
+    operands = [
+        *[_OperandShape(torch.Size(shape), len(shape)) for shape in shapes],
+        *call.operands[3:],
+    ]
     known = OpCall.known(call.func, call.args, call.kwargs, operands, call.differentiable)
     return LocalContext(known, replace(plan, uses=(*uses, *plan.uses[3:]), outputs=(output,)))
 

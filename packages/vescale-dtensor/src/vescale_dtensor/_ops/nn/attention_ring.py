@@ -1,4 +1,4 @@
-"""When attention of a sharded sequence runs in a ring, and with what.
+"""Decides when attention of a sharded sequence runs in a ring, and runs it.
 
 The rows of query, keys and values stay where they are; see `ring_attention` for what runs then.
 """
@@ -77,7 +77,7 @@ def in_ring(
     """
     query = given["query"]
     keys = _used_heads(given["key"], given["value"], query.shape[_HEADS], heads)
-    scale, mask, kept = given.get("scale"), given.get("attn_mask"), _Kept(None, 1.0)
+    scale, mask, kept = given.get("scale"), given.get("attn_mask"), _DropoutMask(None, 1.0)
     if mask is not None and mask.ndim < query.ndim:
         mask = mask[(None,) * (query.ndim - mask.ndim)]
     if given.get("dropout_p", 0.0):
@@ -131,17 +131,17 @@ def _used_heads(
     return key.index_select(_HEADS, index), value.index_select(_HEADS, index)
 
 
-class _Kept(NamedTuple):
+class _DropoutMask(NamedTuple):
     """Which weights dropout keeps, as booleans, and what those are multiplied by."""
 
     weights: Tensor | None
     boost: float
 
 
-def _drawn(context: LocalContext, rate: float, query: Tensor) -> _Kept:
+def _drawn(context: LocalContext, rate: float, query: Tensor) -> _DropoutMask:
     """Draw the mask that one device draws for all weights, of this rank's rows."""
     shapes = [tuple(one.shape) for one in context.call.operands[:2]]
     layout, keys = context.input_layout(0).with_order(None), shapes[1][-2]
     ones = query.new_ones((*query.shape[:-1], keys), dtype=opmath_dtype(query.dtype))
     drawn = vescale_rng.dropout(ones, rate, random_layout(layout, (*shapes[0][:-1], keys), ones))
-    return _Kept(drawn != 0, 1 / (1 - rate) if rate < 1 else 1.0)
+    return _DropoutMask(drawn != 0, 1 / (1 - rate) if rate < 1 else 1.0)

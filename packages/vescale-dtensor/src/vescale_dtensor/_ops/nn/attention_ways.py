@@ -1,4 +1,4 @@
-"""Which way ranks may share attention of a sharded sequence, beside gathering keys and values."""
+"""Offers the ways in which ranks share attention beside gathering keys and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vescale_dtensor._planning import AxisStrategy, Dims, OpCall
 from vescale_dtensor._planning.attention_way import attention_way
 
 
-class Shared(NamedTuple):
+class SharedCandidates(NamedTuple):
     """Candidates for each mesh axis, in which keys stay where they are; () where there are none.
 
     `in_ring`: whether a ring is what runs then; else rows are exchanged for heads.
@@ -22,7 +22,7 @@ class Shared(NamedTuple):
     in_ring: bool
 
 
-def shared_way(call: OpCall, letters: Sequence[Dims]) -> Shared:
+def shared_way(call: OpCall, letters: Sequence[Dims]) -> SharedCandidates:
     """The way that `sequence_attention` asks for; of "auto", what it offers beside gathering.
 
     Args:
@@ -35,15 +35,15 @@ def shared_way(call: OpCall, letters: Sequence[Dims]) -> Shared:
     asked = attention_way()
     sizes, lies = shared_rows(call)
     if asked == "gather" or not lies:
-        return Shared((), in_ring=False)
+        return SharedCandidates((), in_ring=False)
     if asked != "ring":
         found = exchange_candidates(call, letters, free=asked == "ulysses")
         # Rather than a ring, as these are torch's own kernels, and a ring's are tiles of products.
         if found:
-            return Shared(found, in_ring=False)
+            return SharedCandidates(found, in_ring=False)
     if asked == "ulysses":
         raise _no_exchange(call, {axis: sizes[axis] for axis in lies})
-    return Shared(ring_candidates(call, letters, free=asked == "ring"), in_ring=True)
+    return SharedCandidates(ring_candidates(call, letters, free=asked == "ring"), in_ring=True)
 
 
 def _no_exchange(call: OpCall, shares: dict[int, int]) -> LayoutError:

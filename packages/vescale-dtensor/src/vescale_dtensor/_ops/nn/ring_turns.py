@@ -1,4 +1,4 @@
-"""Which ranks send their keys and values to which, turn by turn, and the sending.
+"""Schedules which ranks send keys and values to which, turn by turn, and sends them.
 
 In turn t each rank sends its own block to the rank t further on, and has that of the rank t behind
 while it computes with the one that came before. That is as many bytes as to hand every block on

@@ -1,1 +1,1 @@
-"""What optimizers and gradient scaling call: functions of lists, fused steps."""
+"""Defines rules of what optimizers and gradient scaling call: lists, fused steps."""

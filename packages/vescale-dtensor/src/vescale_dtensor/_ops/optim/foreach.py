@@ -12,7 +12,7 @@ from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.execute import after_mutation, global_shape, local_of
-from vescale_dtensor._dispatch.overlapping import refuse_overlapping
+from vescale_dtensor._dispatch.overlapping_writes import refuse_overlapping
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._dispatch.registry import rule_of
@@ -260,7 +260,7 @@ def _ready(call: OpCall, plan: OpPlan) -> list[Tensor]:
         # The operand's own local tensor, not a redistributed one: the write has to reach it.
         if plan.rule.writes == index:
             check_writable(operand, function_name(call.func))
-            refuse_overlapping(operand, call.func, len(call.operands))
+            refuse_overlapping(operand, call.func, call.operands)
             locals_.append(local_of(operand))
         else:
             locals_.append(local_for_use(used, use.varying))

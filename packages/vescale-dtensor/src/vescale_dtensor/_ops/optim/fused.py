@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd.prepared import one_mesh
 from vescale_dtensor._autograd.redistribute import redistributed, replicated
+from vescale_dtensor._autograd.redistribution_setup import one_mesh
 from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._errors import UnsupportedError

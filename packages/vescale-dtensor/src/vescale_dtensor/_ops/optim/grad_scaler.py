@@ -1,4 +1,4 @@
-"""What `torch.amp.GradScaler` does to gradients: unscales them and notices infinities.
+"""Unscales gradients and notices infinities, as `torch.amp.GradScaler` asks.
 
 An infinity in one rank's shard has to be noticed by every rank: whether the optimizer steps is
 decided in Python, and must not be decided differently around the collectives that follow.

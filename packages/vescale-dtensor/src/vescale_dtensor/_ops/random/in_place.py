@@ -12,7 +12,7 @@ from torch import Tensor
 from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._dispatch.dispatch import by_rule
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._layout.executed import log_of, note_numbers, record_draw
+from vescale_dtensor._layout.execution_events import log_of, note_numbers, record_draw
 from vescale_dtensor._layout.rng_layout import rng_layout_of
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.random.on_meta import nothing_on_meta

@@ -9,7 +9,7 @@ import torch
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._layout.executed import generator_in, record_draw
+from vescale_dtensor._layout.execution_events import generator_in, record_draw
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.functions import by_name, entries
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters

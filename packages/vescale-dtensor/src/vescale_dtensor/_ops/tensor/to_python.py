@@ -1,4 +1,4 @@
-"""From tensors to Python: `.item()`, `float()`, `.tolist()`, `.numpy()`: global, or an error."""
+"""Converts tensors to Python (`.item()`, `.tolist()`, `.numpy()`): global, or an error."""
 
 from __future__ import annotations
 

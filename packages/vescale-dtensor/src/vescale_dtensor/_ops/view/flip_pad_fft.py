@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._dispatch.dispatch import run_by_rule
-from vescale_dtensor._dispatch.ways_back import give_way_back
+from vescale_dtensor._dispatch.view_inverses import give_way_back
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.memory_formats import in_format_of_operand

@@ -36,7 +36,7 @@ from vescale_dtensor._planning import (
     Signature,
     Strategy,
 )
-from vescale_dtensor._planning.memory_order import alone, exact_stand_in
+from vescale_dtensor._planning.memory_order import exact_stand_in, without_modes
 from vescale_dtensor._planning.op_call import wrap_dim
 from vescale_dtensor._redistribute.states import replace_placements
 from vescale_dtensor._tensor.copied_views import same_memory
@@ -137,7 +137,7 @@ def _on_one_device(call: OpCall, target: Shape) -> tuple[bool, Order | None]:
     spec = operand._spec
     if spec.layout.order is None and not spec.has_gaps:
         return True, None  # row-major tensors are viewed in any shape
-    with alone(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         base = exact_stand_in(operand)
         if call.func not in _MAY_COPY:
             result = base.view(target)
@@ -254,7 +254,7 @@ def _refuse_other_strides(call: OpCall) -> None:
     """Raise what torch does where global strides allow no view in another dtype."""
     operand = call.operands[0]
     if isinstance(operand, DTensor):
-        with alone(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             exact_stand_in(operand).view(*call.args[1:], **call.kwargs)
 
 

@@ -1,4 +1,4 @@
-"""From a span, a recipe and a place in the stream to the launch of a kernel."""
+"""Launches a kernel for a span, a recipe and a place in the stream."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,4 @@
-"""From random words to numbers: the arithmetic of curand and of ATen, operation by operation.
+"""Makes numbers of random words by the arithmetic of curand and ATen, step by step.
 
 Where nvcc contracts a product and a sum of ATen's, and the product is rounded, `fma` is written:
 the interpreter then rounds once as well.

@@ -1,4 +1,4 @@
-"""From the index of an element to the random words that it is made of, as ATen's kernels do it."""
+"""Computes the random words of an element from its index, as ATen's kernels do."""
 # mypy: ignore-errors
 
 import triton
