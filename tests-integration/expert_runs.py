@@ -85,6 +85,9 @@ MODELS: dict[str, Any] = {
     "own": Own,
 }
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "dp2": ({"dp": 2}, {}),
+    "dp4-zero3": ({"dp": 4}, {"zero": 3}),
+    "dp2-tp2-zero3": ({"dp": 2, "tp": 2}, {"zero": 3}),
     "ep4": ({"ep": 4}, {"batch": "ep:0"}),
     "ep2-tp2": ({"ep": 2, "tp": 2}, {"batch": "ep:0"}),
     "ep2-dp2": ({"dp": 2, "ep": 2}, {"batch": "dp:0, ep:0"}),
@@ -100,7 +103,8 @@ def planned(model: nn.Module, where: str) -> tuple[dict[str, int], Plan]:
     plan = Plan()
     if "tp" in sizes:
         plan = Plan(parameters=STACKS) if isinstance(model, Own) else Plan.from_hf(model)
-    return sizes, plan.with_(experts="ep", **words)
+    # Without that axis each rank computes its own tokens, with all experts.
+    return sizes, plan.with_(**{"experts": "ep"} if "ep" in sizes else {}, **words)
 
 
 class Run(NamedTuple):

@@ -1,7 +1,8 @@
-"""Experts shared over ranks train unmodified Hugging Face models as one device does.
+"""Experts train unmodified Hugging Face models as one device does, shared over ranks or not.
 
-`Plan(experts="ep")` is all that is asked for. Losses, gradient norms and the router's losses are
-compared over steps, and what every token chose is one device's, bit for bit.
+`Plan(experts="ep")` is all that is asked for, and nothing where each rank computes its own tokens
+with all experts: then nothing is sent for them but gradients. Losses, gradient norms and the
+router's losses are compared over steps, and what every token chose is one device's, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 import torch
 from expert_runs import MESHES, MODELS, train
 from torch import nn
-from vescale_comm import simulate
+from vescale_comm import simulate, trace
 from vescale_parallel import Plan, mesh, parallelize
 
 pytestmark = [
@@ -63,6 +64,8 @@ CORE = {
     ("Mixtral", "ep2-tp2", "grouped_mm"),
     ("DeepSeek", "ep2-zero3", "eager"),
     ("GPT-OSS", "ep2-dp2", "grouped_mm"),
+    ("Qwen-MoE", "dp2", "grouped_mm"),
+    ("Mixtral", "dp4-zero3", "eager"),
 }
 CORE_OTHERS = ("Qwen3Moe",)
 CASES = [
@@ -87,6 +90,35 @@ def test_steps_are_those_of_one_device(kind: str, where: str, how: str, steps: i
         assert found.norms == pytest.approx(wanted.norms, rel=1e-3)
         for one, two in zip(found.chosen, wanted.chosen, strict=True):
             assert torch.equal(one, two)
+
+
+def sent(kind: str, how: str) -> tuple[set[str], int]:
+    """What a layer's forward sends with dp=2, and what all of a model's does."""
+    model = MODELS[kind](experts_implementation=how).train()
+    parallelize(model, mesh(dp=2, device_type="cpu"), Plan())
+    tokens = torch.randint(32, (4, 7))
+    layers = [one for name, one in model.named_modules() if name.endswith(".mlp")]
+    inside: list[Any] = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda *_: inside.append(len(sending.records)))
+        layer.register_forward_hook(lambda *_: inside.append(len(sending.records)))
+    for _ in range(3):  # the first batches are compared between ranks
+        inside.clear()
+        with trace() as sending:
+            model(input_ids=tokens, labels=tokens, use_cache=False)
+    assert len(inside) == 2 * len(layers) > 0
+    pairs = zip(inside[::2], inside[1::2], strict=True)
+    within = [one for a, b in pairs for one in sending.records[a:b]]
+    return {one.op for one in within}, max((one.bytes for one in sending.records), default=0)
+
+
+@pytest.mark.parametrize("how", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen-MoE", "DeepSeek", "GPT-OSS"])
+def test_layers_with_own_tokens_send_nothing(kind: str, how: str) -> None:
+    for inside, most in simulate(2).run(lambda rank, world_size: sent(kind, how)):
+        assert inside == set()
+        # Losses of routers, and counts of tokens: sums over experts, no tokens.
+        assert most <= 128
 
 
 @pytest.mark.parametrize(

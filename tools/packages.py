@@ -214,7 +214,7 @@ PACKAGES = (
             "_plan",
             "_check",
             "_checkpoint | _graph | _invariant | _pipeline | _static",
-            "_cost | _deferred | _experts | _memory | _schedules | _zero",
+            "_cost | _deferred | _experts | _local_rows | _memory | _schedules | _zero",
             "_notation | _step",
             "_common",
             "_errors | _torch_versions | _untrusted | _version",

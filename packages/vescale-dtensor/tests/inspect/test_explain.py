@@ -11,6 +11,7 @@ from vescale_comm import trace
 from vescale_comm.testing import device_mesh, on_ranks, run
 from vescale_dtensor import DisagreementError, Partial, Replicate, Shard, StrictError
 from vescale_dtensor._dispatch import plain_operands as _plain
+from vescale_dtensor.debug import watch_operands
 
 CASES, case = named_cases()
 GLOBAL = torch.arange(24.0).reshape(6, 4)
@@ -121,6 +122,42 @@ def backward_shows_what_it_sends(mesh):
     sent = [r for r in report.records if r.bytes]
     assert [r.op for r in sent] == ["(gradient)"]
     assert sent[0].bytes == traced.bytes()
+
+
+@case
+def strict_about_scaling_refuses_what_all_ranks_compute(mesh):
+    weight = placed(mesh, Replicate(), Replicate())
+    x, y = placed(mesh, Shard(0), Replicate()), placed(mesh, Shard(0), Shard(0))
+    with vd.strict(scaling=True):
+        y @ weight.T
+        weight + weight
+        with pytest.raises(
+            StrictError, match=r"linear .* \[\[6, 4\], \[6, 4\]\] .* every rank of tp"
+        ):
+            F.linear(x, weight)
+        with pytest.raises(StrictError, match="every rank of dp, tp"):
+            weight @ weight.T
+        with vd.strict(False):
+            weight @ weight.T
+    with vd.strict():
+        F.linear(x, weight)
+
+
+@case
+def watches_are_told_of_operands_that_move(mesh):
+    x, y = placed(mesh, Shard(0), Replicate()), placed(mesh, Shard(1), Replicate())
+    found = []
+    with watch_operands(lambda operand, placements: found.append((operand, placements))):
+        for _ in range(3):  # a compiled call tells as well
+            x * y
+        x.redistribute(placements=[Replicate(), Replicate()])
+        distance(x, x)
+    assert len(found) == 4
+    assert found[-1] == (x, (Replicate(), Replicate()))
+    assert all(one is x or one is y for one, _ in found)
+    before = len(found)
+    x * y
+    assert len(found) == before
 
 
 @case

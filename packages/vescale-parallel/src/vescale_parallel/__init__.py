@@ -18,6 +18,7 @@ How a call goes through the rooms, top to bottom (imports point the same way):
 - `memory`, `_memory/`: order and layout of what a torch.fx graph makes; they stand by themselves.
 - `schedules`, `_schedules/`: pipeline schedules on paper; they stand by themselves, too.
 - `_experts/`: experts over ranks: tokens are sent to those that they chose; `MoE`, a layer.
+- `_local_rows/`: functions whose rows do not know of each other compute on each rank's own.
 - `_deferred/`: models that are built without storage, and made on each rank piece by piece.
 - `_pretrained/`: weights in Hugging Face's layout; each rank reads what it stores.
 - `_pipeline/`: stages of a model that nobody split, run by a schedule.
@@ -54,6 +55,8 @@ from vescale_parallel._experts.moe import Experts, MoE
 from vescale_parallel._experts.router import Router, Routing
 from vescale_parallel._invariant.norm import clip_grad_norm_
 from vescale_parallel._invariant.sums import sum_over_shards
+from vescale_parallel._local_rows.declare import local_rows
+from vescale_parallel._local_rows.prove import check_local_rows
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
 from vescale_parallel._plan.fields import Invariant, Pipeline, Zero
 from vescale_parallel._plan.plan import Plan
@@ -95,12 +98,14 @@ __all__ = [
     "balance_experts",
     "balance_loss",
     "captured_units",
+    "check_local_rows",
     "clip_grad_norm_",
     "deferred",
     "distribute_batch",
     "forward_backward",
     "load_pretrained",
     "loader",
+    "local_rows",
     "materialize",
     "mesh",
     "no_sync",

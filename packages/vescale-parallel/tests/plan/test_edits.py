@@ -228,6 +228,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "microbatches": st.integers(1, 8),
     "pipeline": SCHEDULES | st.builds(Pipeline, SCHEDULES, **PIPELINE),
     "experts": st.sampled_from(["ep", "dp, ep"]) | by_glob(st.just("ep")),
+    "local_rows": st.none() | GLOBS | st.lists(GLOBS, min_size=1, max_size=2),
     "sequence": st.sampled_from(["ring", "ulysses", "gather", "auto"]),
 }
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.observers import notify_operand, operand_watches
 from vescale_dtensor._tensor.state import result_outdated
 
 
@@ -58,6 +59,8 @@ def redistributed_cached(tensor: DTensor, target: Layout) -> DTensor:
         elif known.result._spec.layout.placements == target.placements:
             return known.result
     source = tensor._spec.layout
+    if operand_watches:
+        notify_operand(tensor, target.placements)
     result = redistributed(tensor, target)
     if result is not tensor and _is_activation(tensor, source):
         tensor._cached_redistribution = CachedRedistribution(tensor._local_tensor, result)

@@ -44,7 +44,7 @@ from vescale_dtensor._tensor.copied_views import (
     same_memory,
 )
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.observers import observers
+from vescale_dtensor._tensor.observers import notify_operand, observers, operand_watches
 from vescale_dtensor._torch.worlds import on_world_change
 
 logger = logging.getLogger("vescale_dtensor")
@@ -143,6 +143,8 @@ def _as_on_one_device(replicated: DTensor, operand: DTensor) -> Tensor:
 def _replicated_local(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> Any:
     """A replicated DTensor; a plain operand itself if it cannot be one (sparse, quantized)."""
     if isinstance(operand, DTensor):
+        if operand_watches:
+            notify_operand(operand, (Replicate(),) * len(operand.placements))
         return replicated(operand)
     return replicated_operand(operand, mesh, call) if is_strided(operand) else operand
 

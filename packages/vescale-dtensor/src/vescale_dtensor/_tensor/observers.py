@@ -6,9 +6,10 @@ reports something costs one look at it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._redistribute.plan import RedistributionPlan
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -33,6 +34,32 @@ class Observer:
 # One list per process and not a context variable: these do not reach the threads in which torch may
 # run a backward.
 observers: list[Observer] = []
+
+
+Watch = Callable[[DTensor, tuple[Placement, ...]], None]
+
+# Apart from observers, for which every call takes the slow path.
+operand_watches: list[Watch] = []
+
+
+@contextmanager
+def watch_operands(watch: Watch) -> Iterator[None]:
+    """Call `watch(operand, placements)` before an op redistributes an operand without being asked.
+
+    Of forwards in all threads of the process; calls keep their fast path. A `redistribute` of the
+    program, and gradients, are not told.
+    """
+    operand_watches.append(watch)
+    try:
+        yield
+    finally:
+        operand_watches.remove(watch)
+
+
+def notify_operand(operand: DTensor, placements: tuple[Placement, ...]) -> None:
+    """Tell all watches of an operand that is about to be redistributed."""
+    for watch in tuple(operand_watches):
+        watch(operand, placements)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Lets the modules of experts of a model compute over a mesh."""
+"""Lets modules of experts compute over a mesh, and modules of rows on those of each rank."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,6 +10,7 @@ from vescale_parallel._common.mesh import mesh_sizes
 from vescale_parallel._experts.exchange import Shares
 from vescale_parallel._experts.forward import ExpertsForward
 from vescale_parallel._experts.resolve import ExpertsRow, axes_within
+from vescale_parallel._local_rows.declare import LocalRowsForward
 from vescale_parallel._notation.layout import RuleLayout
 from vescale_parallel._notation.rows import ParameterRow
 
@@ -28,6 +29,13 @@ def install_experts(model: nn.Module, report: Report, mesh: DeviceMesh) -> None:
         stacks = {name: rows[f"{prefix}{name}"] for name in row.kind.stacks}
         module = model.get_submodule(row.module)
         module.forward = _forward(module, row, stacks, mesh)
+
+
+def install_local_rows(model: nn.Module, report: Report, mesh: DeviceMesh) -> None:
+    """Replace the forward of each module that a plan lets compute on each rank's own rows."""
+    for name in report.local_rows:
+        module = model.get_submodule(name)
+        module.forward = LocalRowsForward(module, name, mesh)
 
 
 def _forward(

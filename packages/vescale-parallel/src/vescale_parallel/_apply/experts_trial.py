@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._common.twins import local_twin
 from vescale_parallel._deferred.recording import DeferredTensor, real
 from vescale_parallel._experts.exchange import combined
-from vescale_parallel._experts.forward import local_twin
 from vescale_parallel._experts.kinds import Kind
 
 # Rounding is far smaller, and another computation differs by far more.

@@ -11,7 +11,7 @@ from vescale_dtensor.storage import set_gradient_reducer, sum_whole
 
 from vescale_parallel._apply.attention_install import ForwardHooks, install_attention
 from vescale_parallel._apply.boundaries import BatchHook, DistributeBatch, install_boundary
-from vescale_parallel._apply.experts_install import install_experts
+from vescale_parallel._apply.experts_install import install_experts, install_local_rows
 from vescale_parallel._apply.gradients import (
     BUCKET_BYTES,
     BucketedReducer,
@@ -30,15 +30,18 @@ from vescale_parallel._apply.pipeline_install import (
 from vescale_parallel._apply.preflight import preflight
 from vescale_parallel._apply.replaced_parameters import retire
 from vescale_parallel._apply.zero_install import StoredPlacements, install_zero, stored_placements
+from vescale_parallel._check.gathers import install_gather_watch
 from vescale_parallel._check.report import Report
 from vescale_parallel._checkpoint.install import Budget, install_regions
 from vescale_parallel._common.gradient_dtypes import keep_gradient_dtype
 from vescale_parallel._common.interrupts import let_end
+from vescale_parallel._common.mesh import mesh_sizes
 from vescale_parallel._deferred.distributed import distributed
 from vescale_parallel._deferred.models import attributes_of, materialize_rest
 from vescale_parallel._deferred.recording import DeferredTensor
 from vescale_parallel._invariant.meshes import compute_mesh
 from vescale_parallel._invariant.step import InvariantStep
+from vescale_parallel._notation.batch import TOKENS
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._plan.data import device_memory
 from vescale_parallel._plan.fields import as_zero
@@ -115,6 +118,7 @@ def parallelize(
     if not (isinstance(where, StagePlacements) and where.is_plain):
         _install_hooks(model, where.mesh, here, plan.batch_is)
         install_experts(model, here, where.mesh)
+        install_local_rows(model, here, where.mesh)
     if isinstance(where, StoredPlacements):
         install_zero(model, report, where, as_zero(plan.zero).prefetch)
     within = install_attention(model, plan.sequence)
@@ -237,6 +241,10 @@ def _install_hooks(model: nn.Module, mesh: DeviceMesh, report: Report, batch_is:
             distribute = DistributeBatch(report.batch, mesh, compares=report.split is None)
         model.register_forward_pre_hook(distribute, with_kwargs=True)
         install_distribution(model, distribute)
+        if report.split is None:
+            sizes = mesh_sizes(mesh)
+            shared = [axis for axis, dim in report.batch.dims if dim is not None and axis != TOKENS]
+            install_gather_watch(model, [axis for axis in shared if sizes.get(axis, 1) > 1])
     modules = dict(model.named_modules(remove_duplicate=False))
     for row in report.boundaries:
         install_boundary(modules[row.module], row, mesh)

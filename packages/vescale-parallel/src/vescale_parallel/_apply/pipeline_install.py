@@ -147,6 +147,7 @@ def of_stage(report: Report, mesh: DeviceMesh) -> Report:
         boundaries=tuple(row for row in report.boundaries if is_here(row.module)),
         regions=tuple(row for row in report.regions if is_here(row.module)),
         experts=tuple(row for row in report.experts if is_here(row.module)),
+        local_rows=tuple(name for name in report.local_rows if is_here(name)),
     )
 
 

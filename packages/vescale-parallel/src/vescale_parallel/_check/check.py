@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_parallel._check.gathers import gather_rows
 from vescale_parallel._check.parsed_rules import Rules
 from vescale_parallel._check.report import Report
 from vescale_parallel._checkpoint.resolve import RegionRow, regions_of
@@ -20,6 +21,7 @@ from vescale_parallel._common.mesh import AXES, mesh_sizes
 from vescale_parallel._common.messages import count, did_you_mean, listed
 from vescale_parallel._errors import PlanError
 from vescale_parallel._experts.resolve import ExpertsRow, experts_rows, stack_layout, stacks_of
+from vescale_parallel._local_rows.resolve import local_rows_problems, named_modules
 from vescale_parallel._notation.arguments import unknown_arguments
 from vescale_parallel._notation.glob import (
     CATCH_ALL,
@@ -59,14 +61,16 @@ def check_rules(
     parameters, zero_problems = _with_levels(
         rules, model, parameters, sizes, stacks_of(experts), offload
     )
-    zero_problems += offload_problems + _gathered_within(experts, parameters)
+    experts, unit_problems = _gathered_at_once(experts, parameters)
+    zero_problems += offload_problems + unit_problems
+    local, local_problems = _local_rows(rules, model, experts, parameters)
     regions, region_problems = _regions(rules, model)
     split, split_problems = _split(rules, model, sizes, inputs)
     # Before problems are raised: stages may have some of their own, and all are told at once.
     if split is not None:
         split_problems += _twice_over(rules, parameters)
         split, parameters = _with_stages(rules, model, split, parameters, sizes)
-    problems += zero_problems + region_problems + split_problems
+    problems += zero_problems + local_problems + region_problems + split_problems
     if problems:
         head = f"the plan does not fit {type(model).__name__}: {count(len(problems), 'problem')}"
         raise PlanError("\n  - ".join([head, *problems]))
@@ -96,11 +100,13 @@ def check_rules(
         prefetch=1 if rules.zero.prefetch is None else rules.zero.prefetch,
         cast_buffers=cast_buffers_of(rules.zero, model),
         captured=tuple(captured_units(model)),
+        gathers=gather_rows(model),
         regions=tuple(regions),
         budget=rules.checkpoint.budget,
         split=split,
         microbatches=rules.pipeline.microbatches,
         experts=tuple(experts),
+        local_rows=tuple(local),
     )
 
 
@@ -145,19 +151,41 @@ def _experts(
     return rows, dead or problems
 
 
-def _gathered_within(experts: Sequence[ExpertsRow], rows: Sequence[ParameterRow]) -> list[str]:
-    """Experts compute with all of their parameters at once, which one unit has to gather."""
-    problems = []
+def _gathered_at_once(
+    experts: Sequence[ExpertsRow], rows: Sequence[ParameterRow]
+) -> tuple[list[ExpertsRow], list[str]]:
+    """Experts compute with all of their parameters at once, which one unit has to gather.
+
+    Returns:
+        The modules of which that is true, and what is wrong with others that the plan asks for.
+    """
+    kept, problems = [], []
     for one in experts:
         inside = f"{one.module}." if one.module else ""
         found = dict.fromkeys(r.unit for r in rows if r.zero and r.unit and r.unit != one.module)
         within = [unit for unit in found if unit.startswith(inside)]
-        if within:
+        if not within:
+            kept.append(one)
+        elif one.rule or one.axes:
             problems.append(
                 f"experts at '{one.module}' with zero: {listed(within)} inside would be gathered "
                 f"alone. Name units around the experts: Zero(units={(one.module,)!r})."
             )
-    return problems
+    return kept, problems
+
+
+def _local_rows(
+    rules: Rules,
+    model: nn.Module,
+    experts: Sequence[ExpertsRow],
+    parameters: Sequence[ParameterRow],
+) -> tuple[list[str], list[str]]:
+    """Return modules that compute on each rank's own rows, and what is wrong with them."""
+    names = [name for name, _ in model.named_modules() if name]
+    dead = _dead_rules("module", dict.fromkeys(rules.local_rows), names)
+    found, _ = named_modules(rules.local_rows, model)
+    shared = [one.module for one in experts if one.axes]
+    return found, dead or local_rows_problems(found, model, shared, parameters)
 
 
 def _split(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from vescale_parallel._checkpoint.rules import CheckpointRules
 from vescale_parallel._experts.rules import ExpertRules
+from vescale_parallel._local_rows.resolve import globs_of
 from vescale_parallel._notation.glob import expand_braces
 from vescale_parallel._notation.layout import Boundary, RuleLayout, parse_boundary, parse_layout
 from vescale_parallel._pipeline.plan.rules import AXIS, PipelineRules
@@ -28,6 +29,7 @@ class Rules:
         checkpoint: what is computed again in backward.
         pipeline: how the model is divided into stages.
         experts: over which axes experts are sharded.
+        local_rows: globs over modules that compute on each rank's own rows.
     """
 
     parameters: Mapping[str, RuleLayout]
@@ -38,6 +40,7 @@ class Rules:
     checkpoint: CheckpointRules
     pipeline: PipelineRules
     experts: ExpertRules
+    local_rows: tuple[str, ...]
 
     def axes_by_rule(self) -> dict[str, tuple[str, ...]]:
         """For each rule, in words, the axes that it names."""
@@ -64,6 +67,7 @@ def parse_rules(
     checkpoint: CheckpointRules,
     pipeline: PipelineRules,
     experts: ExpertRules,
+    local_rows: str | tuple[str, ...] | None,
 ) -> Rules:
     """Read every rule.
 
@@ -82,4 +86,5 @@ def parse_rules(
         checkpoint=checkpoint,
         pipeline=pipeline,
         experts=experts,
+        local_rows=globs_of(local_rows),
     )

@@ -14,9 +14,10 @@ from vescale_parallel._check.activations import (
     sequence_parallel,
     sharing,
 )
+from vescale_parallel._check.gathers import GatherRow, gather_table
 from vescale_parallel._check.stage_costs import staged_cost
 from vescale_parallel._checkpoint.resolve import RegionRow
-from vescale_parallel._common.messages import dtype_name, human_bytes, table
+from vescale_parallel._common.messages import dtype_name, human_bytes, listed, table
 from vescale_parallel._cost import (
     Cluster,
     Cost,
@@ -64,9 +65,11 @@ class Report:
         split: the stages of the model, or None.
         microbatches: into how many `forward_backward` divides a batch.
         experts: one row for each module of experts that the plan is about.
+        local_rows: names of modules that the plan lets compute on each rank's own rows.
         sequence: how attention of sharded sequences runs.
         captured: of a model that `parallelize(..., static=True)` returned, what became of each of
             its units so far.
+        gathers: of a parallelised model that has run, activations that its first forward gathered.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -87,8 +90,10 @@ class Report:
     split: Split | None = None
     microbatches: int = 1
     experts: tuple[ExpertsRow, ...] = ()
+    local_rows: tuple[str, ...] = ()
     captured: tuple[CapturedUnit, ...] = ()
     sequence: str = "auto"
+    gathers: tuple[GatherRow, ...] = ()
 
     @property
     def bytes_per_rank(self) -> int:
@@ -220,12 +225,16 @@ class Report:
             parts.append(_boundaries(self.boundaries))
         if self.experts:
             parts.append(experts_table(self.experts))
+        if self.local_rows:
+            parts.append(f"each rank computes its own rows of {listed(self.local_rows)}")
         if self.regions:
             parts.append(self.activations.text())
         if self.invariant is not None:
             parts.append(str(self.invariant))
         if self.split is not None:
             parts.append(self.split.text())
+        if self.gathers:
+            parts.append(gather_table(self.gathers))
         if self.captured:
             parts.append(_captured(self.captured))
         return "\n\n".join([*parts, "\n".join([summary, *(f"note: {n}" for n in self.notes)])])

@@ -5,6 +5,7 @@
   `vescale_comm.agreement`.
 - `messages`: lists of names, the names nearest to a wrong one, bytes as people read them.
 - `numbers`: numbers on command lines, within bounds.
+- `twins`: modules that compute with other tensors in the place of their parameters.
 - `value_changes`: whether a tensor has other values than before.
 - `interrupts`: what forwards have begun, ended also where the program is interrupted.
 - `optimizer_hooks`: what hears of the steps of all optimizers. `plain_steps`: plain tensors that a

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, Partial, Placement, Replicate, Shard, local_map
 
+from vescale_parallel._common.twins import local_twin
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._experts.empty_experts import empty_result
 from vescale_parallel._experts.exchange import Shares, exchange_tokens
@@ -33,7 +34,7 @@ class ExpertsForward:
         module: whose forward this replaces.
         kind: how it computes.
         mesh: of the activations.
-        shares: which experts are where; None: every rank holds all.
+        shares: which experts are where; None: every rank holds all, and computes its own rows.
         over: positions of the axes of the mesh that share the experts.
         within: positions of the axes over which the products of each expert are sharded.
         placements: of its parameters, by name in the module, where they are used; all others are
@@ -59,9 +60,11 @@ class ExpertsForward:
         """Return what the experts say about the tokens, summed by token. Collective."""
         given = self._arguments(args, kwargs)
         names, parameters = self._parameters()
-        # A plain call, as from a rank's own evaluation: the module as it was.
-        if not any(isinstance(one, DTensor) for one in (*given, *parameters)):
-            alone: Tensor = type(self.module).forward(self.module, *given)
+        # A plain call, as from a rank's own evaluation: the module as it was. And experts that the
+        # plan does not share, called in another form, or adapted since: right with whole tensors.
+        plain = not any(isinstance(one, DTensor) for one in (*(given or ()), *parameters))
+        if given is None or plain or not self._has_stacks(names):
+            alone: Tensor = type(self.module).forward(self.module, *args, **kwargs)
             return alone
         given = [self._distributed(one) for one in given]
         came: tuple[Placement, ...] = given[0].placements  # type: ignore[attr-defined]
@@ -88,13 +91,18 @@ class ExpertsForward:
         found: DTensor = mapped(*given, *parameters)
         return self._as_before(found, came)
 
-    def _arguments(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """Return hidden states, choices and weights, in the order in which the module has them."""
+    def _arguments(self, args: Any, kwargs: Any) -> list[Tensor] | None:
+        """Return hidden states, choices and weights, in the order in which the module has them.
+
+        None for a call of another form, where experts are not shared.
+        """
         named = dict(zip(self._names, args, strict=False)) | kwargs
         given = [named[name] for name in self._names if isinstance(named.get(name), Tensor)]
         whole = [one for one in given[1:] if not one.dtype.is_floating_point]
         fits = len(given) == len(named) == 3 and len(whole) == 1
         if not fits or any(one.ndim != 2 for one in given):
+            if self.shares is None:
+                return None
             shown = [f"{tuple(one.shape)} {one.dtype}" for one in given]
             raise ParallelError(
                 f"{type(self.module).__name__} was called with {shown}: experts that a plan shards "
@@ -134,6 +142,21 @@ class ExpertsForward:
                 f"{name} was called with tokens of {hidden.dtype}, and its experts are of "
                 f"{weight.dtype}: convert one, or call it in torch.autocast."
             )
+
+    def _has_stacks(self, names: Sequence[str]) -> bool:
+        """Whether stacks are parameters still: adapters may replace them for a call.
+
+        Raises:
+            ParallelError: alike on every rank, before anything is sent: they are not, and the plan
+                shards them.
+        """
+        gone = sorted({*self.placements} - {*names})
+        if gone and (self.shares is not None or self.within):
+            raise ParallelError(
+                f"{type(self.module).__name__} had stacks {gone}, which the plan shards, and they "
+                "are no parameters of it in this call. Adapt the model before parallelize."
+            )
+        return not gone
 
     def _parameters(self) -> tuple[list[str], list[Tensor]]:
         # At each call: units of `zero` let the module hold gathered ones while it runs.
@@ -204,40 +227,3 @@ class ExpertsForward:
         memo[id(self)] = copied
         copied.module = copy.deepcopy(self.module, memo)
         return copied
-
-
-def local_twin(module: nn.Module, own: Mapping[str, Tensor], experts: int | None = None) -> Any:
-    """Return a module that computes as this one does, with these tensors as its parameters.
-
-    It shares everything else with the module, which is left as it is: whatever is raised in it,
-    there is nothing to put back.
-
-    Args:
-        module: of experts.
-        own: by the names of its parameters, those of modules inside it too.
-        experts: how many there are here; None: as many as it has.
-    """
-    twin = _twin(module, "", own)
-    if experts is not None:
-        twin.num_experts = experts
-    return twin
-
-
-def _twin(module: nn.Module, prefix: str, own: Mapping[str, Tensor]) -> Any:
-    # Shallow, and at each call: parameters are other tensors then, as units gather them anew. Not
-    # by `copy`, which modules with parametrizations refuse.
-    twin = object.__new__(type(module))
-    vars(twin).update(vars(module))
-    vars(twin).pop("forward", None)
-    for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
-        # As an attribute of the object: Python finds it before it asks for parameters.
-        vars(twin)[name] = own[f"{prefix}{name}"]
-    # Under every name, also where it is one module.
-    children = {
-        name: None if child is None else _twin(child, f"{prefix}{name}.", own)
-        for name, child in module._modules.items()
-    }
-    vars(twin).update(children)
-    # Lists and dicts of modules look there.
-    twin._modules = children
-    return twin

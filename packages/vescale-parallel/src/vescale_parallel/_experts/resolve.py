@@ -23,7 +23,8 @@ class ExpertsRow:
     Attributes:
         module: its name.
         rule: the rule that names it, or "" for one that says by itself what it is.
-        axes: axes of the mesh that share its experts; none: every rank holds all.
+        axes: axes of the mesh that share its experts; none: every rank holds all, and computes
+            what its own rows need of them.
         kind: how it computes.
         counts: how many experts each rank of these axes holds, in their order.
     """
@@ -43,20 +44,18 @@ def experts_rows(
     problems: list[str] = []
     for name, module in model.named_modules():
         rule = first_match(rules.globs, name) if rules.globs else None
-        # Our own take part in every plan: their loop over rows is about the rows of one rank.
-        is_meant = rule is not None or (bool(rules.axes) and is_known(module))
-        if not (is_meant or isinstance(module, Experts)):
+        # Those that say what they are take part in every plan: what they say of a token is about
+        # that token, so each rank computes its own rows, whether or not an axis shares the experts.
+        is_said = is_known(module) or isinstance(module, Experts)
+        if rule is None and not is_said:
             continue
         wanted = rules.axes if rule is None else rules.globs[rule]
         kind = kind_of(module)
-        if isinstance(kind, str):
-            problems.append(f"experts '{rule}': '{name}' is no module of experts: {kind}.")
-            continue
-        if draws := [n for n, one in module.named_modules() if _draws(one)]:
-            problems.append(
-                f"experts at '{name}': {listed(draws)} inside would draw other random numbers for "
-                "rows that have moved. Drop out before or behind the experts."
-            )
+        draws = [n for n, one in module.named_modules() if _draws(one)]
+        if isinstance(kind, str) or draws:
+            # Where the plan asks for nothing it stays as it is: gathered, and right.
+            if wanted:
+                problems.append(_unfit(name, rule or ", ".join(wanted), kind, draws))
             continue
         axes = tuple(axis for axis in sizes if axis in wanted and sizes[axis] > 1)
         counts = shares_of(kind.experts, [sizes[axis] for axis in axes])
@@ -69,6 +68,16 @@ def experts_rows(
             "experts. Name them: experts={'*.experts': 'ep'}."
         )
     return rows, problems
+
+
+def _unfit(name: str, rule: str, kind: Kind | str, draws: Sequence[str]) -> str:
+    """Why a module that the plan is about cannot be one of experts, in words."""
+    if isinstance(kind, str):
+        return f"experts '{rule}': '{name}' is no module of experts: {kind}."
+    return (
+        f"experts at '{name}': {listed(draws)} inside would draw other random numbers for rows "
+        "that have moved. Drop out before or behind the experts."
+    )
 
 
 def _draws(module: nn.Module) -> bool:

@@ -100,8 +100,8 @@ class Plan:
             None: one, or as many as a schedule of your own has.
         experts: the axis, or axes as "dp, ep", over which experts are sharded: tokens are sent to
             the ranks that hold the experts which they chose. Or glob over module names to that, for
-            modules that do not say by themselves that they hold experts. The batch is sharded
-            over such an axis as over any other, by `batch`.
+            modules that do not say by themselves that they hold experts. `batch` names it, too.
+        local_rows: glob, or globs, over modules of which ranks compute their rows: `local_rows`.
         sequence: how attention runs where `batch` shards sequences: "ring", "ulysses" (rows are
             exchanged for heads), "gather" (of all keys), or "auto", the cheapest.
 
@@ -128,6 +128,7 @@ class Plan:
     pipeline: Pipeline | str | Path | Schedule | Own | None = None
     microbatches: int | None = None
     experts: str | Mapping[str, str] | None = None
+    local_rows: str | tuple[str, ...] | None = None
     sequence: AttentionWay = "auto"
 
     def __post_init__(self) -> None:
@@ -147,6 +148,9 @@ class Plan:
         object.__setattr__(self, "zero", as_zero(self.zero))
         object.__setattr__(self, "pipeline", as_pipeline(self.pipeline))
         object.__setattr__(self, "deterministic", as_invariant(self.deterministic))
+        local_rows: object = self.local_rows
+        if isinstance(local_rows, list):
+            object.__setattr__(self, "local_rows", tuple(local_rows))
         require_batch(self.batch, self.batch_is)
         require_sequence(self.sequence, self.batch)
         # Reading is all that happens here; what it means for a model is for `check` to find out.
@@ -163,6 +167,7 @@ class Plan:
             parse_checkpoint(self.checkpoint),
             parse_pipeline(as_pipeline(self.pipeline), self.microbatches),
             parse_experts(self.experts),
+            self.local_rows,
         )
 
     def check(

@@ -41,6 +41,8 @@ def report_json(report: Report) -> str:
             {"module": row.module, "rule": row.rule, "kind": row.kind, "saved": list(row.saved)}
             for row in report.regions
         ],
+        "local_rows": list(report.local_rows),
+        "gathers": [asdict(row) for row in report.gathers],
         "captured": [asdict(unit) for unit in report.captured],
         "activation_bytes_a_token": _activations(report),
     }
