@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor._capture.changed_state import local_of, same_values
 from vescale_dtensor._capture.outputs import tensors_in
@@ -275,7 +276,29 @@ class GradientCheck:
         if not pairs or not other.edges:
             return {}
         roots, cotangents = zip(*pairs, strict=True)
-        found = torch.autograd.grad(
-            roots, list(other.edges.values()), cotangents, retain_graph=True, allow_unused=True
-        )
+        hooks = _fixed(pairs)
+        try:
+            found = torch.autograd.grad(
+                roots, list(other.edges.values()), cotangents, retain_graph=True, allow_unused=True
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
         return dict(zip(other.edges, found, strict=True))
+
+
+def _fixed(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[RemovableHandle]:
+    """Let what comes to the nodes of these roots be these cotangents, and nothing besides.
+
+    A root may lie in the history of another, as logits do in that of their loss: what comes to it
+    from there is part of the cotangent that was seen, and would come a second time.
+    """
+    by_node: dict[int, tuple[Any, dict[int, Tensor]]] = {}
+    for root, cotangent in pairs:
+        edge = get_gradient_edge(root)
+        by_node.setdefault(id(edge.node), (edge.node, {}))[1][edge.output_nr] = cotangent
+
+    def arrived(known: dict[int, Tensor]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+        return lambda came: tuple(known.get(place, one) for place, one in enumerate(came))
+
+    return [node.register_prehook(arrived(known)) for node, known in by_node.values()]
