@@ -150,8 +150,8 @@ def _speed(job: Job, found: dict[str, Found], name: str, against: str, goal: flo
 
 
 def _own(job: Job, found: Sequence[dict[str, Found]], name: str, against: str) -> Ratio:
-    own = [1e3 * sum(one[n].own for one in found) / len(found) for n in (name, against)]
-    return Ratio(f"{_case(job)} {name}", *own, "ms own", against)
+    ours, other = (1e3 * sum(one[n].own for one in found) / len(found) for n in (name, against))
+    return Ratio(f"{_case(job)} {name}", ours, other, "ms own", against)
 
 
 def _counted(job: Job, found: Sequence[dict[str, Found]], name: str) -> Iterator[Ratio]:
