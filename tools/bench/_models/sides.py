@@ -186,7 +186,10 @@ class ByTorch(OneDevice):
 
 def torch_styles(model: nn.Module) -> dict[str, ParallelStyle]:
     """What the model declares, as styles of torch's; empty where one of them is none."""
-    declared = dict(getattr(model, "_tp_plan", None) or getattr(model, "tp_plan", None) or {})
+    own: Any = model
+    blocks = getattr(own.config, "base_model_tp_plan", None) or {}
+    declared = {f"{own.base_model_prefix}.{name}": style for name, style in blocks.items()}
+    declared |= (getattr(type(own), "_tp_plan", None) or {}) if declared else {}
     gathered = {"colwise_gather_output", "colwise_rep"}
     if not all(style in _STYLES or style in gathered for style in declared.values()):
         return {}
