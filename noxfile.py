@@ -347,7 +347,15 @@ def planted(session: nox.Session) -> None:
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
 def bench(session: nox.Session) -> None:
     """Measure ratios to plain torch: nox -s bench -- NAME (without: list them)."""
-    session.run(python_of(session), "-m", "tools.bench", *session.posargs)
+    env = {}
+    if "models" in session.posargs:
+        # Beside the workspace, whose tests are to run without.
+        folder = ROOT / "runs" / "model-tools"
+        env["PYTHONPATH"] = str(folder)
+        if not folder.exists():
+            pip = [python_of(session), "-m", "pip", "install", "-q", "-c", CONSTRAINTS]
+            session.run(*pip, "--target", str(folder), *MODEL_TOOLS)
+    session.run(python_of(session), "-m", "tools.bench", *session.posargs, env=env)
 
 
 # --- What the others stand on

@@ -47,7 +47,7 @@ class ByTorch:
             if compiled:
                 block.compile()
         self.model = self.over_dp(model)
-        self.optimizer: Optimizer = adamw(_groups(self.model))
+        self.optimizer: Optimizer = adamw(groups_by_mesh(self.model))
 
     def over_dp(self, model: nn.Module) -> nn.Module:
         """The model, each rank with a shard of it: FSDP2."""
@@ -56,7 +56,7 @@ class ByTorch:
             fully_shard(block, mesh=self.mesh["dp"])
         fully_shard(last, mesh=self.mesh["dp"], reshard_after_forward=False)
         fully_shard(model, mesh=self.mesh["dp"])
-        _gather_ahead(model, [*others, last])
+        gather_ahead(model, [*others, last])
         return model
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class ReplicatedByTorch(ByTorch):
         )
 
 
-def _gather_ahead(model: nn.Module, blocks: Sequence[Any]) -> None:
+def gather_ahead(model: nn.Module, blocks: Sequence[Any]) -> None:
     """Begin to gather a block while the one before it computes, and in backward the one after.
 
     These hooks run behind FSDP2's own in forward, and ahead of them in backward: there it would
@@ -122,7 +122,7 @@ def _tensor_parallel() -> dict[str, Any]:
     return plan
 
 
-def _groups(model: nn.Module) -> list[dict[str, Any]]:
+def groups_by_mesh(model: nn.Module) -> list[dict[str, Any]]:
     """A group of parameters for each mesh: a fused optimizer takes no list of several meshes."""
 
     def dims(parameter: nn.Parameter) -> int:

@@ -193,6 +193,48 @@ def test_accumulation_evaluation_and_double_use():
     same(*found)
 
 
+class Pair(nn.Module):
+    """Returns what it has computed its result from, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        inner = self.first(x)
+        return self.second(inner.tanh()), inner
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            x, inner = block(x)
+            x = x + inner
+        return x.square().mean(), x
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@on_ranks(2, simulated=True)
+def test_an_output_in_the_history_of_another(zero: int):
+    torch.manual_seed(0)
+    plan = Plan(parameters={"*": "replicate"}, zero=zero)
+    over = mesh(device_type="cpu", dp=2)
+    model = parallelize(Pairs(), over, plan, static=True, check=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(5):
+        loss, _ = model(rows(seed))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    units = [one for one in captured_units(model) if one.replays]
+    assert len(units) == (2 if zero else 1)
+    assert all(one.compared == one.replays and not one.uncompared for one in units)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @on_ranks(4, simulated=True)
 def test_stages(schedule: str):

@@ -213,6 +213,18 @@ class Captured:
         """Why replays, or a part of what they give, are not compared with the function, if so."""
         return self._own()._compared.why_not(self._own()._programs)
 
+    @property
+    def is_together(self) -> bool:
+        """Whether a call now is one that every rank makes, by itself and not within another one."""
+        own = self._of_this_rank()
+        return not (is_inside() or is_alone() or is_compiling()) and own._thread == get_ident()
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function itself, where other ranks may replay: nothing is looked up or kept."""
+        if is_inside() or is_compiling() or self._is_eager:
+            return self._function(*args, **kwargs)
+        return self._of_this_rank()._run(args, kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the program for this call; record it first if there is none."""
         if is_inside() or is_compiling() or self._is_eager:

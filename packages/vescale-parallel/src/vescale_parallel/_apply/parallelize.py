@@ -87,7 +87,8 @@ def parallelize(
         static: whether forwards are recorded once and replayed without dispatch, with the results
             of eager mode bit for bit: of each unit of `zero`, or of the model; where that cannot be
             recorded, of its repeated blocks; in stages, of the blocks of each. What cannot be
-            recorded runs eagerly; `captured_units` says what does, and why.
+            recorded, or is not faster when it is replayed, runs eagerly; `captured_units` says what
+            does, and why.
         check: which replays of `static` (or `torch.compile`) are compared with the forward, run as
             well: outputs, and the gradients that backward gives. "sampled": of each unit calls 2,
             4, 8, ... 1,024, and then every 1,024th, one unit after the other; True: all; None:

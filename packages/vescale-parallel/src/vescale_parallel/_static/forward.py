@@ -13,12 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import Captured, ReplayCheck, capture, untraced
 
 from vescale_parallel._common.pickle_refusal import NotPickled
+from vescale_parallel._common.torch_compat import in_backward
+from vescale_parallel._static import speed
+from vescale_parallel._static.caches import holds_cache
+from vescale_parallel._static.speed import ReplaySpeed
 from vescale_parallel._zero.saved_tensors import is_checkpointed_now
 from vescale_parallel._zero.unit import Places, Unit, UnitParameter
 from vescale_parallel._zero.unit import put_all as _put_all
 
 Part = tuple[UnitParameter, Places]
 """A parameter of a unit of ZeRO, and the places in one module."""
+
+_CACHED = "calls are given a cache of keys and values, which its modules write to"
 
 
 class StaticForward(NotPickled):
@@ -50,6 +56,8 @@ class StaticForward(NotPickled):
         self.name, self.module, self.forward, self.mesh = name, module, forward, mesh
         self.check = check
         self.paused: Callable[[], str] = _never
+        self.speed = ReplaySpeed(mesh)
+        self._had_cache = False
         self._units = tuple(units)
         self._hooks = _count_hooks(module) if hooks is None else hooks
 
@@ -93,7 +101,28 @@ class StaticForward(NotPickled):
     @property
     def takes_parameters(self) -> bool:
         """Whether nothing else looks for gathered parameters of the module when it is called."""
-        return _count_hooks(self.module) == self._hooks and not self.paused()
+        return _count_hooks(self.module) == self._hooks and not self._runs_modules()
+
+    def _runs_modules(self) -> bool:
+        """Whether the next call runs the forward as it is."""
+        return bool(self.runs_as_it_is()) or (
+            self.speed.is_eager_next and self._is_counted() and self.captured.is_together
+        )
+
+    def runs_as_it_is(self) -> str:
+        """Why no call is captured or replayed for now, in words; "" where calls are."""
+        return self.paused() or self.speed.verdict
+
+    def why_eager(self) -> str | None:
+        """Why calls run eagerly that have no program, in words; None while there is no reason."""
+        captured = self.captured
+        said = self.runs_as_it_is() or captured.refusal
+        return said or (_CACHED if self._had_cache and not captured.programs else None)
+
+    def _is_counted(self) -> bool:
+        """Whether a call is one of training that every rank makes. A recomputation is none."""
+        # Not by grad mode: a reentrant checkpoint runs the forward without.
+        return self.module.training and not in_backward()
 
     @cached_property
     def captured(self) -> Captured:
@@ -115,10 +144,42 @@ class StaticForward(NotPickled):
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute; the modules hold the same parameters before and after."""
-        if self.paused():
+        if self.runs_as_it_is():
             return self.forward(*args, **kwargs)
+        if not self.speed.is_decided:
+            if self._is_counted() and self.captured.is_together:
+                return self._timed(args, kwargs)
+            if self.speed.takes_turns and any(unit.is_swapped for unit in self._own_units()):
+                # Backward computes again what ran as it is.
+                return self._as_it_is(args, kwargs)
+        return self._compute(args, kwargs)
+
+    def _own_units(self) -> list[Unit]:
+        return [unit for unit in self._units if id(unit) in self._numbers]
+
+    def _as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward with what the modules hold."""
+        return self.captured.run(*[None] * len(self._parts), *args, **kwargs)
+
+    def _timed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that counts for the decision between programs and the forward."""
+        captured, own = self.captured, self.speed
+        eager = own.is_eager_next and not any(unit.is_lent for unit in self._own_units())
+        before = captured.replays, captured.comparisons, len(captured.programs)
+        start = speed.now()
+        outputs = self._as_it_is(args, kwargs) if eager else self._compute(args, kwargs)
+        took = speed.now() - start
+        after = captured.replays, captured.comparisons, len(captured.programs)
+        replayed = after == (before[0] + 1, *before[1:])
+        own.note(took, eager=eager, is_sample=eager or replayed)
+        if own.is_due:
+            own.decide("" if captured.programs else captured.refusal or "")
+        return outputs
+
+    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replay, record, or run what cannot be recorded."""
         if not self._parts:
-            return self.captured(*args, **kwargs)
+            return self._call((), args, kwargs)
         # What the modules hold right now: gathered parameters if another forward of the same unit,
         # or a user's hook, runs around this one.
         used: list[Any] = [module._parameters[name] for module, name in self._firsts]
@@ -150,11 +211,19 @@ class StaticForward(NotPickled):
         # to be told whether they did; and they do where it is compared with them.
         captured = self.captured
         before = captured.replays - captured.comparisons
-        outputs = captured(*given, *args, **kwargs)
+        outputs = self._call(given, args, kwargs)
         if captured.replays - captured.comparisons == before:
             for unit in lent:
                 unit.ran_modules = True
         return outputs
+
+    def _call(self, given: Sequence[Any], args: Any, kwargs: Any) -> Any:
+        captured = self.captured
+        if holds_cache(args, kwargs):
+            # Once refused no other call would be recorded: one without a cache may come.
+            self._had_cache = True
+            return captured.run(*given, *args, **kwargs)
+        return captured(*given, *args, **kwargs)
 
 
 def static_forward(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_parallel._static.caches import train_without_caches
 from vescale_parallel._static.entry import CompileEntry
 from vescale_parallel._static.forward import StaticForward, static_forward, unit_check
 from vescale_parallel._zero.schedule import zero_schedule_of
@@ -66,6 +67,7 @@ def install_static(model: nn.Module, check: bool | str | None) -> None:
         model: the model.
         check: which replays are compared with the forwards, see `parallelize`.
     """
+    train_without_caches(model)
     units, names = _units_of(model)
     for turn, name in enumerate(names):
         if _holds_any(name, names) and units:
@@ -194,7 +196,7 @@ def captured_units(model: nn.Module) -> list[CapturedUnit]:
             name,
             len(one.programs),
             one.replays,
-            forwards[name].paused() or one.refusal,
+            forwards[name].why_eager(),
             one.comparisons,
             one.uncompared,
         )

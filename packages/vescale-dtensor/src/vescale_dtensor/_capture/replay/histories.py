@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor._capture.guard.call_key import cached_uses
 from vescale_dtensor._capture.record.outputs import tensors_in
@@ -40,6 +41,8 @@ class Ends:
 
     def __init__(self, flat: Sequence[Any], leaves: Sequence[Tensor]) -> None:
         self.names: dict[_Key, str] = {}
+        # Of leaves, which a program knows with all uses of a call.
+        self.leaves: set[_Key] = set()
         # Ids are those of nodes that live.
         self._nodes: list[Any] = []
         if torch.is_inference_mode_enabled():  # in which there are no nodes
@@ -47,8 +50,10 @@ class Ends:
         for index, value in enumerate(flat):
             if isinstance(value, Tensor):
                 self._add(value, f"argument {index}, {_words(value)}")
+        known = set(self.names)
         for leaf in leaves:
             self._add(leaf, f"a leaf, {_words(leaf)}")
+        self.leaves = set(self.names) - known
 
     def _add(self, tensor: Tensor, name: str) -> None:
         local = local_of(tensor)
@@ -79,6 +84,7 @@ class History:
         ends: by their edges, what they are, in the order in which they are met.
         edges: these edges.
         before: nodes that lead to an end, and at which of their inputs.
+        shared: ends to which a node leads that calls after this one may use as well.
         known: whether all of it is known.
     """
 
@@ -87,6 +93,7 @@ class History:
     ends: dict[_Key, str] = field(default_factory=dict)
     edges: dict[_Key, GradientEdge] = field(default_factory=dict)
     before: list[tuple[Any, list[tuple[int, _Key]]]] = field(default_factory=list)
+    shared: set[_Key] = field(default_factory=set)
     known: bool = True
 
     def difference(self, other: History) -> str | None:
@@ -146,14 +153,21 @@ def history_of(outputs: Any, ends: Ends) -> History:
             found.edges.setdefault(key, GradientEdge(after, number))
         if before:
             found.before.append((node, before))
+            if _is_own(node):
+                # It sums gradients over ranks, and stays with the argument for whoever uses that
+                # next: what comes through it is not of this call alone.
+                found.shared |= {key for _, key in before if key not in ends.leaves}
         stack += reversed(following)
     return found
 
 
-def _is_transparent(node: Any) -> bool:
+def _is_own(node: Any) -> bool:
     made_by = getattr(type(node), "_forward_cls", None)
-    own = made_by is not None and made_by.__module__.partition(".")[0] == _OWN
-    return own or node.name() in _COPIES
+    return made_by is not None and made_by.__module__.partition(".")[0] == _OWN
+
+
+def _is_transparent(node: Any) -> bool:
+    return _is_own(node) or node.name() in _COPIES
 
 
 def _words(tensor: Tensor) -> str:
@@ -185,9 +199,11 @@ class GradientCheck:
         self._roots_left: set[int] = set()
         self._cotangents: dict[int, Tensor | None] = {}
         self._totals: dict[_Key, Tensor] = {}
+        self._shared: set[_Key] = set()
 
     def watch(self, used: History) -> None:
         """Have the nodes of the graph that is used tell what comes to them."""
+        self._shared = used.shared
         for number, (node, places) in enumerate(used.before):
             self._left.add(number)
             node.register_hook(self._sums(number, places))
@@ -250,6 +266,8 @@ class GradientCheck:
         for key, mine in first.items():
             its = self._totals.get(key)
             # What backward was not asked for (`inputs=`) arrives nowhere.
+            if key in self._shared:
+                continue
             if its is not None and (mine is None or not same_values(mine, its)):
                 found = f"the gradient of {other.ends[key]}"
                 break
@@ -275,7 +293,29 @@ class GradientCheck:
         if not pairs or not other.edges:
             return {}
         roots, cotangents = zip(*pairs, strict=True)
-        found = torch.autograd.grad(
-            roots, list(other.edges.values()), cotangents, retain_graph=True, allow_unused=True
-        )
+        hooks = _fixed(pairs)
+        try:
+            found = torch.autograd.grad(
+                roots, list(other.edges.values()), cotangents, retain_graph=True, allow_unused=True
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
         return dict(zip(other.edges, found, strict=True))
+
+
+def _fixed(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[RemovableHandle]:
+    """Let what comes to the nodes of these roots be these cotangents, and nothing besides.
+
+    A root may lie in the history of another, as logits do in that of their loss: what comes to it
+    from there is part of the cotangent that was seen, and would come a second time.
+    """
+    by_node: dict[int, tuple[Any, dict[int, Tensor]]] = {}
+    for root, cotangent in pairs:
+        edge = get_gradient_edge(root)
+        by_node.setdefault(id(edge.node), (edge.node, {}))[1][edge.output_nr] = cotangent
+
+    def arrived(known: dict[int, Tensor]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+        return lambda came: tuple(known.get(place, one) for place, one in enumerate(came))
+
+    return [node.register_prehook(arrived(known)) for node, known in by_node.values()]
