@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from vescale_dtensor import untraced
 
-from vescale_parallel._common.unpickled import Unpickled
+from vescale_parallel._common.pickle_refusal import NotPickled
 
 _USE, _PAST = "use_cache", "past_key_values"
 _SAID: Final = (
@@ -25,7 +25,7 @@ _SAID: Final = (
 )
 
 
-class WithoutCache(Unpickled):
+class WithoutCache(NotPickled):
     """A hook before a forward that makes a cache by itself: without one where it trains.
 
     Args:
