@@ -13,7 +13,7 @@ from expert_models import whole
 from torch import Tensor, nn
 from torch.nn import functional as F
 from vescale_comm import simulate
-from vescale_parallel import Plan, PlanError, deferred, mesh, parallelize
+from vescale_parallel import Plan, PlanError, Zero, deferred, mesh, parallelize
 
 EXPERTS, WIDTH = 4, 8
 
@@ -276,8 +276,8 @@ def test_stacks_inside_in_other_layouts(kind: type[Loop], words: dict[str, Any])
         torch.manual_seed(0)
         model = Net(kind)
         if ranks > 1:
-            usual = {"batch": "dp:0, ep:0", "experts": {"experts": "ep"}, "units": "experts"}
-            plan = Plan(**usual | words)
+            usual: dict[str, Any] = {"batch": "dp:0, ep:0", "experts": {"experts": "ep"}} | words
+            plan = Plan(**usual | {"zero": Zero(usual.get("zero", 0), units="experts")})
             parallelize(model, mesh(dp=2, ep=2, device_type="cpu"), plan)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for _ in range(2):
