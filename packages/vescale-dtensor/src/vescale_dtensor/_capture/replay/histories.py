@@ -125,7 +125,10 @@ def history_of(outputs: Any, ends: Ends) -> History:
     stack: list[tuple[Any, int]] = []
     for root in roots:
         edge = get_gradient_edge(root)
-        if (id(edge.node), edge.output_nr) not in ends.names:  # else an argument, or a leaf, itself
+        if (id(edge.node), edge.output_nr) in ends.names:
+            # An argument, or a leaf, itself: later calls give it gradients as well.
+            found.shared.add((id(edge.node), edge.output_nr))
+        else:
             found.roots.append(root)
             stack.append((edge.node, edge.output_nr))
     seen: set[int] = set()
