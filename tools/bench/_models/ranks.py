@@ -55,7 +55,7 @@ class Job:
 
 
 @dataclass
-class Found:
+class SideResult:
     """What one rank found of one side.
 
     Attributes:
@@ -96,7 +96,7 @@ def mesh_size(layout: str) -> int:
     return prod(LAYOUTS[layout].values())
 
 
-def compare(rank: int, world_size: int, job: Job) -> dict[str, Found]:
+def compare(rank: int, world_size: int, job: Job) -> dict[str, SideResult]:
     """Measure every side of the job on this rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -105,11 +105,11 @@ def compare(rank: int, world_size: int, job: Job) -> dict[str, Found]:
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     expected = _losses(OneDevice(job.model, job.sizes, mesh), job)
     sides: dict[str, OneDevice] = {}
-    found: dict[str, Found] = {}
+    found: dict[str, SideResult] = {}
     for name, build in SIDES.items():
         if job.only and name not in (TORCH, *job.only):
             continue
-        found[name] = one = Found()
+        found[name] = one = SideResult()
         others = storages_now()
         try:
             side, one.first, loss = _begun(build, job, mesh)
@@ -138,7 +138,7 @@ def _losses(side: OneDevice, job: Job, first: int = 0) -> list[float]:
     return [side.value(side.step(batch)) for batch in batches]
 
 
-def _count(side: OneDevice, job: Job, found: Found, others: dict[int, Any]) -> None:
+def _count(side: OneDevice, job: Job, found: SideResult, others: dict[int, Any]) -> None:
     """What a step sends, and the most that is alive in one, when all is as it stays."""
     batch = batch_of(job.model, job.sizes, CHECKED)
     if isinstance(side, Static):
@@ -153,7 +153,7 @@ def _count(side: OneDevice, job: Job, found: Found, others: dict[int, Any]) -> N
     found.said = side.said()
 
 
-def _take_turns(job: Job, sides: dict[str, OneDevice], found: dict[str, Found]) -> None:
+def _take_turns(job: Job, sides: dict[str, OneDevice], found: dict[str, SideResult]) -> None:
     """Time the sides, some steps each in turn; the one that begins changes."""
     batch = batch_of(job.model, job.sizes, CHECKED)
     before = {name: side.replays() for name, side in sides.items()}

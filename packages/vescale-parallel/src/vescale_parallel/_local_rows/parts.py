@@ -27,7 +27,7 @@ _TOLERANCE: Final = 1e-3
 Tensors = dict[str, Tensor]
 
 
-class _Found(NamedTuple):
+class _RowsResult(NamedTuple):
     """Results of some rows, and gradients of all that entered, by name."""
 
     results: Tensors
@@ -68,7 +68,7 @@ class _Call:
         self._leaves[name] = one.detach().clone().requires_grad_(tensor.requires_grad)
         return self._leaves[name]
 
-    def of(self, which: Tensor) -> _Found:
+    def of(self, which: Tensor) -> _RowsResult:
         """Make the call with these rows only."""
 
         def chosen(one: Tensor) -> Tensor:
@@ -85,7 +85,9 @@ class _Call:
         said = self.rows.function(*bound.args, **bound.kwargs)
         results = named_tensors_within(said, "result")
         require_rows(self.rows, results, len(which))
-        return _Found({n: t.detach() for n, t in results.items()}, self._gradients(results, which))
+        return _RowsResult(
+            {n: t.detach() for n, t in results.items()}, self._gradients(results, which)
+        )
 
     def _gradients(self, results: Mapping[str, Tensor], which: Tensor) -> Tensors:
         trained = {n: t for n, t in self._leaves.items() if t.requires_grad}
@@ -134,10 +136,10 @@ def _cuts(count: int) -> list[list[int]]:
     return [[0, count // 2, count // 2, count], [0, 1, count]]
 
 
-def _joined(parts: Sequence[_Found]) -> _Found:
+def _joined(parts: Sequence[_RowsResult]) -> _RowsResult:
     results = {n: torch.cat([one.results[n] for one in parts]) for n in parts[0].results}
     gradients = {n: sum(one.gradients[n] for one in parts) for n in parts[0].gradients}
-    return _Found(results, gradients)  # type: ignore[arg-type]
+    return _RowsResult(results, gradients)  # type: ignore[arg-type]
 
 
 def _require_quiet(call: _Call, buffers: Mapping[str, Tensor], state: Tensor) -> None:
@@ -154,7 +156,7 @@ def _require_quiet(call: _Call, buffers: Mapping[str, Tensor], state: Tensor) ->
         )
 
 
-def _require_same(rows: RowsFunction, wanted: _Found, found: _Found, how: str) -> None:
+def _require_same(rows: RowsFunction, wanted: _RowsResult, found: _RowsResult, how: str) -> None:
     for name, one in wanted.results.items():
         other = found.results.get(name)
         if other is None or other.shape != one.shape or other.dtype != one.dtype:
