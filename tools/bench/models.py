@@ -35,8 +35,8 @@ from tools.bench._models.ranks import (
     STATIC,
     STEP,
     TORCH,
-    Found,
     Job,
+    SideResult,
     compare,
     mesh_size,
 )
@@ -123,7 +123,7 @@ def _patience(job: Job) -> float:
     return 120 + steps * (2 if job.sizes.hidden <= 128 else 15)
 
 
-def _rows(job: Job, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
+def _rows(job: Job, found: Sequence[dict[str, SideResult]]) -> Iterator[Ratio]:
     """Times on the clock are those of rank 0, which waits for all; own times are means."""
     here = [name for name, one in found[0].items() if one.is_measured]
     small = job.sizes.hidden <= 64
@@ -143,18 +143,20 @@ def _rows(job: Job, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
         yield Ratio(f"{_case(job)} {STATIC}", found[0][STATIC].replayed, 1, "of calls", "all")
 
 
-def _speed(job: Job, found: dict[str, Found], name: str, against: str, goal: float | None) -> Ratio:
+def _speed(
+    job: Job, found: dict[str, SideResult], name: str, against: str, goal: float | None
+) -> Ratio:
     tokens = tokens_of(batch_of(job.model, job.sizes, 0))
     speeds = (tokens / found[name].median, tokens / found[against].median)
     return Ratio(f"{_case(job)} {name}", *speeds, "tok/s", against, goal, more_is_better=True)
 
 
-def _own(job: Job, found: Sequence[dict[str, Found]], name: str, against: str) -> Ratio:
+def _own(job: Job, found: Sequence[dict[str, SideResult]], name: str, against: str) -> Ratio:
     ours, other = (1e3 * sum(one[n].own for one in found) / len(found) for n in (name, against))
     return Ratio(f"{_case(job)} {name}", ours, other, "ms own", against)
 
 
-def _counted(job: Job, found: Sequence[dict[str, Found]], name: str) -> Iterator[Ratio]:
+def _counted(job: Job, found: Sequence[dict[str, SideResult]], name: str) -> Iterator[Ratio]:
     """Memory, of the rank with the most, and what is sent, against torch's."""
     case = f"{_case(job)} {name}"
     ours, torchs = (max(one[n].peak for one in found) / 1e6 for n in (name, TORCH))
