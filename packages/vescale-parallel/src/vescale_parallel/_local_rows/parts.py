@@ -117,7 +117,7 @@ def require_independent(rows: RowsFunction, given: inspect.BoundArguments) -> No
     call = _Call(rows, given)
     if call.count < 2:
         raise ParallelError(f"{rows.name}: {call.count} rows have no parts; prove it with more.")
-    everything = torch.arange(call.count)
+    everything = torch.arange(call.count, device="cpu")
     with torch.enable_grad():
         buffers, state = {n: t.clone() for n, t in call.buffers.items()}, torch.get_rng_state()
         wanted = call.of(everything)
