@@ -210,6 +210,23 @@ def test_training_has_the_bits_of_a_run_without_comparisons(check):
     assert captured.uncompared is None
 
 
+@on_ranks(2, simulated=True)
+def test_an_argument_that_another_one_was_computed_from():
+    """As a decoder's block gets the encoder's states, and what the block before made of them."""
+    weight = parameter(4)
+    blocks = [
+        vd.capture(lambda x, states: x + (states * weight).tanh(), check=WITH_GRADIENTS)
+        for _ in range(2)
+    ]
+    for seed in range(5):
+        states = spread(rows(seed=seed)).requires_grad_() * 2
+        x = states.tanh()
+        for block in blocks:
+            x = block(x, states)
+        x.sum().backward()
+    assert [block.comparisons for block in blocks] == [2, 2]
+
+
 def vd_local(value):
     return value.to_local() if isinstance(value, vd.DTensor) else value
 

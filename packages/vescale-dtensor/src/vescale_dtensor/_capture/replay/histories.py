@@ -293,18 +293,37 @@ class GradientCheck:
     def _gradients(self, other: History) -> dict[_Key, Tensor | None]:
         """What the other graph gives for these cotangents."""
         pairs = [(other.roots[i], g) for i, g in self._cotangents.items() if g is not None]
-        if not pairs or not other.edges:
+        edges = _first(other.edges)
+        if not pairs or not edges:
             return {}
         roots, cotangents = zip(*pairs, strict=True)
         hooks = _fixed(pairs)
         try:
             found = torch.autograd.grad(
-                roots, list(other.edges.values()), cotangents, retain_graph=True, allow_unused=True
+                roots, list(edges.values()), cotangents, retain_graph=True, allow_unused=True
             )
         finally:
             for hook in hooks:
                 hook.remove()
-        return dict(zip(other.edges, found, strict=True))
+        return dict(zip(edges, found, strict=True))
+
+
+def _first(edges: dict[_Key, GradientEdge]) -> dict[_Key, GradientEdge]:
+    """The ends that no other end was computed from.
+
+    A decoder's block is given the encoder's states, and what the block before made of these:
+    backward to the former would go on through that block, and give what comes from there as well.
+    """
+    seen: set[int] = set()
+    kept = []  # so that no id is used twice
+    stack = [edge.node for edge in edges.values()]
+    while stack:
+        for before, _ in stack.pop().next_functions:
+            if before is not None and id(before) not in seen:
+                seen.add(id(before))
+                kept.append(before)
+                stack.append(before)
+    return {key: edge for key, edge in edges.items() if id(edge.node) not in seen}
 
 
 def _fixed(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[RemovableHandle]:
