@@ -101,7 +101,9 @@ class Watch:
     def _start(self, seconds: float, output: IO[str]) -> subprocess.Popen[bytes]:
         options = self.options
         command = [sys.executable, "-m", "tools.first_gpu.child", self.section.name]
-        command += ["--device", options.device, "--seconds", str(seconds), "--case", options.case]
+        # No time may be left: a number below zero would read as an option.
+        command += ["--device", options.device, f"--seconds={max(0.0, seconds):.3f}"]
+        command += ["--case", options.case]
         command += ["--file", str(self.file.resolve()), "--asked", json.dumps(sorted(self._asked))]
         command += [f"--first={file}" for file in options.first]
         interpreted = self.section.interpreted and not options.cuda
