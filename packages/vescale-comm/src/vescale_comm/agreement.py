@@ -100,7 +100,7 @@ def require_same(
 
     Raises:
         Exception: `facts.error`, on every rank, also on those whose own peers agree; else `problem`
-            on every rank.
+            on every rank: of `peers`, if there are any, as all of these have the same one.
     """
     said = {} if problem is None else {type(problem).__name__: str(problem)}
     facts = replace(facts, held={**facts.held, "problem": said})

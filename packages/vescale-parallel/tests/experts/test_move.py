@@ -11,6 +11,7 @@ from expert_models import ROWS, TOKENS, Net, made, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import SimulationError, simulate
+from vescale_dtensor import DTensor, Partial
 from vescale_parallel import DisagreementError, Plan, balance_experts, parallelize
 from vescale_parallel._experts.partition import partition
 
@@ -112,6 +113,19 @@ def test_what_one_rank_asks_otherwise_is_told_on_every_rank(mine: dict[str, Any]
         return str(told.value)
 
     assert all("rank 0" in one for one in simulate(4).run(run))
+
+
+@pytest.mark.parametrize("mine", [{}, {"blocks.0": None}, {"blocks.0.experts": [1] * 6}], ids=str)
+def test_loads_that_ranks_sum_are_not_summed_before_all_ask_alike(mine: dict[str, Any]):
+    def run(rank: int, world_size: int) -> None:
+        model = made("ep4")
+        mesh = model.get_parameter("blocks.0.experts.down_proj").device_mesh
+        load = DTensor.from_local(torch.ones(6), mesh, [Partial()])
+        loads = {name: load if one is None else one for name, one in mine.items()}
+        with pytest.raises(DisagreementError, match="was not given the same"):
+            balance_experts(model, {"blocks.0.experts": load} if rank else loads)
+
+    simulate(4).run(run)
 
 
 def test_meshes_side_by_side_move_their_experts_by_themselves():

@@ -1,5 +1,6 @@
 """One's own schedule runs as one of ours does; "auto" takes the best, the same on every rank."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,24 @@ def test_what_is_no_schedule_is_refused(case: str):
     microbatches = 1 if case in ("a deadlock", "half a backward") else 4
     with pytest.raises(PlanError, match=words):
         Plan(pipeline=given, microbatches=microbatches).check(make(), {"pp": 2})
+
+
+def test_schedules_are_written_as_their_csv():
+    given = make_schedule("zbv", 2, 4)
+    how = Plan(pipeline=given)
+    for again in (Plan.from_json(how.to_json()), Plan.from_toml(how.to_toml())):
+        assert again == Plan(pipeline=given.to_csv())
+        split = again.check(make(), {"pp": 2}).split
+        assert split is not None
+        assert split.schedule._replace(name=given.name) == given
+
+
+def test_what_is_called_as_a_function_may_lie_elsewhere_on_each_rank():
+    def run(rank: int, world_size: int) -> None:
+        own = partial(lambda name, *counts: make_schedule(name, *counts), "1f1b")
+        parallelize(make(), make_mesh(device_type="cpu", pp=2), plan(own, 4))  # type: ignore[arg-type]
+
+    simulate(2)(run)
 
 
 def test_functions_are_not_written():

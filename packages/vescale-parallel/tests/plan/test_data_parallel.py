@@ -76,3 +76,9 @@ def test_all_axes_share_the_batch():
     plan = Plan.data_parallel(nn.Linear(2, 2), {"replica": 2, "rows": 4}, zero=1, prefetch=2)
     assert plan.batch == "replica:0, rows:0"
     assert plan.zero == Zero(1, over="rows", prefetch=2)
+    # Also of a class that does not name it: else nothing would be sharded.
+    sizes = {"replica": 2, "rows": 4}
+    plan = Plan.data_parallel(nn.Linear(2, 2), sizes, zero=Zero(3, prefetch=2))
+    assert plan.zero == Zero(3, over="rows", prefetch=2)
+    plan = Plan.data_parallel(nn.Linear(2, 2), sizes, zero=Zero(3, over="replica"))
+    assert plan.zero == Zero(3, over="replica")

@@ -1,5 +1,6 @@
 """A plan is edited into another plan, which is stored and read back as one written by hand."""
 
+import json
 from dataclasses import fields, replace
 from typing import Any
 
@@ -100,9 +101,16 @@ def test_fields_that_have_fields_are_merged_field_by_field():
     assert both.pipeline == Pipeline("zbv", stages="blocks.*", chunks=4)
     assert both.deterministic == Invariant(2)
     # What is at its default is not said, and what one does not have the other gives.
-    assert SAID | Plan(zero=Zero(0, over="dp"), pipeline="1f1b") == SAID
+    assert SAID | Plan(zero=Zero(0, over="dp")) == SAID
     assert Plan(axes=("replica",)) | SAID == SAID
     assert (SAID | Plan(zero={"head*": 2})).zero == replace(SAID.zero, level={"head*": 2})
+
+
+def test_a_schedule_and_an_invariance_that_are_written_count_also_as_their_defaults():
+    later = SAID | Plan(pipeline="1f1b", deterministic="dp-invariant")
+    assert later.pipeline == Pipeline("1f1b", stages="blocks.*", chunks=4)
+    assert later.deterministic == Invariant(8)
+    assert (SAID | Plan(pipeline=Pipeline(chunks=3))).pipeline.schedule == "interleaved"
 
 
 def test_with_changes_what_is_named_and_nothing_beside_it():
@@ -140,6 +148,21 @@ def test_a_mapping_is_no_pipeline_and_no_shards_are_no_invariant():
         Plan(deterministic=Invariant(0))
     with pytest.raises(PlanError, match=r"deterministic=True: Invariant\(shards=8\)"):
         Plan(deterministic=True)
+
+
+def test_words_of_a_field_that_is_none_are_refused():
+    for words in ({"pipeline": None, "chunks": 4}, {"shards": 4, "deterministic": None}):
+        with pytest.raises(PlanError, match=r"=None and .*: leave one of them out"):
+            SAID.with_(**words)
+
+
+@pytest.mark.parametrize("value", [5, True, False, 1.5, [5], [None], [[1]], {"a": 1}], ids=str)
+def test_what_is_no_names_and_no_globs_is_refused(value: Any):
+    rows = {"axes": value}, {"local_rows": value}
+    nested = [{"zero": {"level": 3, name: value}} for name in ("units", "owned")]
+    for words in (*rows, *nested):
+        with pytest.raises(PlanError, match="expected"):
+            Plan.from_json(json.dumps({"parameters": {}} | words))
 
 
 @pytest.mark.parametrize("placement", [0, Shard(0), "Shard(0)", "Shard(dim=0)", "S(0)"], ids=str)

@@ -141,7 +141,7 @@ def test_without_the_axis_nothing_is_sharded():
         ({"zero": Zero(1, block=(128,))}, r"block=\(128,\): a number of elements, 1 or"),
         ({"zero": Zero(1, block=[4, "4"])}, "block='4': a number"),
         ({"zero": Zero(block=(4, 4))}, "zero=0 shards none"),
-        ({"zero": Zero(1, owned=(3,))}, "owned: a glob is a string, got 3"),
+        ({"zero": Zero(1, owned=(3,))}, "owned: expected a glob, or a list of them, got"),
         ({"zero": Zero(owned="*.weight")}, "zero=0 shards none"),
         ({"precision": {"compte": "float32"}}, "no 'compte'. Did you mean 'compute'"),
         ({"precision": {"reduce": "bf16"}}, "no dtype 'bf16'"),

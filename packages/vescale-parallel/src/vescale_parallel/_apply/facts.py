@@ -110,8 +110,10 @@ def _plan(plan: Any, within: str = "") -> dict[str, str]:
             for position, (glob, layout) in enumerate(value.items(), 1):
                 facts[f"{name} {glob}"] = f"{layout!r} (rule {position})"
         else:
-            # A function prints its address, which differs between processes.
-            facts[name] = getattr(value, "__qualname__", None) or repr(value)
+            # A function prints its address, which differs between processes; what is called as
+            # one (`functools.partial`) prints that of a function within.
+            own = value if hasattr(value, "__qualname__") else type(value)
+            facts[name] = own.__qualname__ if callable(value) else repr(value)
     return facts
 
 

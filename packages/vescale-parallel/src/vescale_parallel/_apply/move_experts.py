@@ -61,16 +61,25 @@ def balance_experts(
     }
     if not known:
         raise ParallelError("balance_experts: the model has no experts that a plan shards.")
+    # Among the ranks of its mesh only: others may hold another model, and never come here.
+    group = everyone(next(iter(known.values())).mesh)
+    moved: dict[str, ExpertsForward] = {}
     counts: dict[str, tuple[int, ...]] = {}
     failure: Exception | None = None
     try:
-        for name, load in loads.items():
-            counts[name] = _counts(name, _experts(known, name), load, most)
+        moved = {name: _experts(known, name) for name in loads}
     except Exception as error:  # told first: the others would wait for a rank that raises here
         failure = error
+    kinds = {n: "distributed" if isinstance(loads[n], DTensor) else "plain" for n in moved}
+    held = {"loads of": kinds}
+    require_same(Facts(held, _HEAD, _ADVICE, DisagreementError), group, problem=failure)
+    # Only now, as each is a collective.
+    whole = {n: one.full_tensor() if isinstance(one, DTensor) else one for n, one in loads.items()}
+    try:
+        counts = {name: _counts(name, moved[name], load, most) for name, load in whole.items()}
+    except Exception as error:
+        failure = error
     held = {"shares of experts": {name: str(one) for name, one in counts.items()}}
-    # Among the ranks of its mesh only: others may hold another model, and never come here.
-    group = everyone(next(iter(known.values())).mesh)
     require_same(Facts(held, _HEAD, _ADVICE, DisagreementError), group, problem=failure)
     # Only now: up to here nothing has changed, and every rank goes on.
     optimizers = optimizers_of(model)
@@ -112,8 +121,7 @@ def _experts(known: Mapping[str, ExpertsForward], name: str) -> ExpertsForward:
 
 def _counts(name: str, forward: ExpertsForward, load: Any, most: int | None) -> tuple[int, ...]:
     experts, ranks = forward.kind.experts, len(forward.shares.counts) if forward.shares else 1
-    values = load.full_tensor() if isinstance(load, DTensor) else load
-    numbers = [int(one) for one in (values.tolist() if isinstance(values, Tensor) else values)]
+    numbers = [int(one) for one in (load.tolist() if isinstance(load, Tensor) else load)]
     bound = 2 * -(-experts // ranks) if most is None else most
     # One more where capacity drops tokens: the last counts those, which nobody computes.
     if len(numbers) not in (experts, experts + 1) or min(numbers) < 0 or bound * ranks < experts:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from vescale_parallel._common.messages import listed
+from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.glob import expand_braces, matches
 from vescale_parallel._notation.rows import ParameterRow
 
@@ -17,10 +18,12 @@ def globs_of(said: str | Sequence[str] | None) -> tuple[str, ...]:
     Raises:
         PlanError: a glob cannot be read.
     """
-    globs = (said,) if isinstance(said, str) else tuple(said or ())
+    globs: object = () if said is None else (said,) if isinstance(said, str) else said
+    if not isinstance(globs, list | tuple) or not all(isinstance(one, str) for one in globs):
+        raise PlanError(f"plan local_rows: expected a glob, or a list of them, got {said!r}.")
     for glob in globs:
         expand_braces(glob)
-    return globs
+    return tuple(globs)
 
 
 def named_modules(globs: Sequence[str], model: nn.Module) -> tuple[list[str], list[str]]:

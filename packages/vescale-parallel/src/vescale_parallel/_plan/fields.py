@@ -182,9 +182,11 @@ def merged_fields(plan: Any, other: Any) -> dict[str, Any]:
     """Return what `other` says, nested fields with what only `plan` says of them."""
     found = non_default(other)
     for name in NESTED.keys() & found.keys():
-        mine = getattr(plan, name)
+        mine, said = getattr(plan, name), non_default(found[name])
         if mine is not None:
-            found[name] = replace(mine, **non_default(found[name]))
+            # A default that was written, as "1f1b" in a plan that else would have no stages.
+            first = fields(mine)[0].name
+            found[name] = replace(mine, **(said or {first: getattr(found[name], first)}))
     return found
 
 
@@ -206,6 +208,8 @@ def edited_fields(plan: Any, words: Mapping[str, Any]) -> dict[str, Any]:
         if owner is None:
             raise PlanError(_unknown(name, known))
         mine = found.get(owner, getattr(plan, owner))
+        if mine is None and owner in found:
+            raise PlanError(f"{owner}=None and {name}={value!r}: leave one of them out.")
         # "dp-invariant" is the one word that is no class by now, and says what the class says.
         base = mine if isinstance(mine, NESTED[owner]) else NESTED[owner]()
         found[owner] = replace(base, **{name: value})

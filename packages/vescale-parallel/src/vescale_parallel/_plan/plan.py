@@ -138,7 +138,7 @@ class Plan:
         object.__setattr__(self, "activations", copied_rules("activations", self.activations))
         # A list, as JSON has it, and a tuple make the same plan; a lone string would make letters.
         axes: object = self.axes
-        if isinstance(axes, str) or not all(isinstance(axis, str) for axis in self.axes):
+        if not isinstance(axes, list | tuple) or not all(isinstance(one, str) for one in axes):
             raise PlanError(f"plan axes: expected a tuple of names, got {axes!r}.")
         object.__setattr__(self, "axes", tuple(self.axes))
         for name in ("checkpoint", "experts"):
@@ -324,7 +324,12 @@ class Plan:
                 as far as they have to be to fit into 60 % of it. None: not at all.
             **fields: as of `with_`: `prefetch=2`.
         """
-        return cls(**data_parallel(model, mesh_sizes(mesh), memory)).with_(**fields)
+        sizes = mesh_sizes(mesh)
+        said = data_parallel(model, sizes, memory)
+        plan = cls(**said).with_(**fields)
+        # `Zero(3)` does not name the axis, and would shard nothing where "dp" is none.
+        unnamed = as_zero(plan.zero).over == Zero().over not in sizes
+        return plan.with_(over=said["zero"].over) if unnamed else plan
 
     @classmethod
     def search(
@@ -407,7 +412,8 @@ class Plan:
 
         Of the other fields, those of `other` that are not at their default win; what is at its
         default it does not say, as a plan of rules alone. Of `Zero`, `Pipeline` and `Invariant`
-        that holds field by field: `Plan(zero=3) | Plan(zero=Zero(over="replica"))` has both. Other
+        that holds field by field: `Plan(zero=3) | Plan(zero=Zero(over="replica"))` has both. Of a
+        pipeline and `deterministic` with defaults alone, the schedule and the shards win. Other
         mappings, as levels by glob, are replaced as a whole.
         """
         if not isinstance(other, Plan):

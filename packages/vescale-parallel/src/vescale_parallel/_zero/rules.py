@@ -124,12 +124,12 @@ def parse_zero(said: ZeroWords, precision: object) -> ZeroRules:
 
 
 def _globs(word: str, value: Any) -> tuple[str, ...]:
-    globs = (value,) if isinstance(value, str) else tuple(value or ())
+    globs = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(globs, list | tuple) or not all(isinstance(one, str) for one in globs):
+        raise PlanError(f"plan zero.{word}: expected a glob, or a list of them, got {value!r}.")
     for glob in globs:
-        if not isinstance(glob, str):
-            raise PlanError(f"plan zero.{word}: a glob is a string, got {glob!r}.")
         expand_braces(glob)
-    return globs
+    return tuple(globs)
 
 
 def _block(value: Any) -> tuple[int, int]:

@@ -8,6 +8,7 @@ is decided by times and bytes that were measured, see `measurements`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ Own = Callable[[int, int], Any]
 
 
 def require_text(plan: Any) -> Any:
-    """Return a plan that can be written as text.
+    """Return a plan that can be written as text: a `Schedule` as the text of its CSV.
 
     Raises:
         PlanError: the schedule of its pipeline is a function.
@@ -34,6 +35,9 @@ def require_text(plan: Any) -> Any:
             "a plan whose schedule is a function cannot be written: let its schedule be the CSV of "
             "what the function returns (Schedule.to_csv())."
         )
+    if plan.pipeline is not None and isinstance(plan.pipeline.schedule, Schedule):
+        text = plan.pipeline.schedule.to_csv()
+        return replace(plan, pipeline=replace(plan.pipeline, schedule=text))
     return plan
 
 
