@@ -178,9 +178,62 @@ def test_they_send_nothing_but_their_gradients(kind: type[Looped]):
         assert backward == {"all_reduce": gradients}
 
 
-def test_what_draws_stays_as_it_is():
-    report = vp.Plan().check(Net(Dropping), {"dp": 2})
-    assert report.experts == ()
+class Promoting(Looped):
+    """Which drops choices, may drop all of a rank, and returns another dtype; it counts calls."""
+
+    calls = 0
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        self.calls += 1
+        out = torch.zeros_like(tokens, dtype=torch.float64)
+        for expert in range(EXPERTS):
+            token, slot = (index == expert).nonzero().unbind(1)
+            if len(token):
+                gate, up = F.linear(tokens[token], self.gate_up_proj[expert]).chunk(2, -1)
+                said = F.linear(gate * up, self.down_proj[expert]).double()
+                out = out.index_add(0, token, said * weights[token, slot, None])
+        return out
+
+
+def dropped(plan: str | None, tokens: int) -> list[Tensor]:
+    model = made(Promoting, plan)
+    drop, found = torch.arange(tokens).unsqueeze(1) >= tokens // 2, []
+    for _ in range(4):  # the first two calls are compared between ranks
+        x = torch.linspace(-1, 1, tokens * WIDTH).view(tokens, WIDTH)
+        if plan is not None:
+            x, drop = vp.distribute_batch(model, x), vp.distribute_batch(model, drop)
+        weights, index = model.router(x).softmax(-1).topk(2)
+        loss = model.experts(x, index.masked_fill(drop, EXPERTS), weights).square().sum()
+        loss.backward()
+        drop = whole(drop)
+        found.append(whole(loss))
+    assert model.experts.calls == 4
+    used = (model.router.weight, *model.experts.parameters())
+    return found + [whole(one.grad) for one in used]
+
+
+@pytest.mark.parametrize("tokens", [4, 3])
+def test_a_rank_whose_choices_are_dropped(tokens: int):
+    wanted = dropped(None, tokens)
+    plan = "dp4, a rank without rows"
+    for found in simulate(4).run(lambda rank, size: dropped(plan, tokens)):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+class Counting(Looped):
+    """Which may count tokens in its buffer: they are all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load = nn.Buffer(torch.zeros(EXPERTS))
+
+
+@pytest.mark.parametrize("kind", [Dropping, Counting])
+def test_what_looks_at_all_tokens_stays_as_it_is(kind: type[Looped]):
+    assert vp.Plan().check(Net(kind), {"dp": 2}).experts == ()
+
+
+def test_what_draws_is_not_shared():
     assert "experts" in str(vp.Plan().check(Net(Looped), {"dp": 2}).experts)
     with pytest.raises(vp.PlanError, match="Drop out before or behind"):
         vp.Plan(experts="dp").check(Net(Dropping), {"dp": 2})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,7 +56,7 @@ class Declared(Method):
 
 
 class Net(nn.Module):
-    def __init__(self, kind: type[nn.Module] = Declared) -> None:
+    def __init__(self, kind: Callable[[], nn.Module] = Declared) -> None:
         super().__init__()
         self.first, self.table = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.scale = nn.Parameter(torch.tensor(1.5))
@@ -203,21 +204,60 @@ def test_what_is_not_of_rows_is_told(name: str):
 
 
 class Counting(Method):
-    def __init__(self) -> None:
+    """A module that writes to a buffer, or an attribute, and counts its calls."""
+
+    number = 0
+
+    def __init__(self, kept: str) -> None:
         super().__init__()
-        self.calls = nn.Buffer(torch.zeros(()))
+        self.calls, self.kept = nn.Buffer(torch.zeros(())), kept
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
-        self.calls += len(x)
+        self.number += 1
+        if self.kept == "buffer":
+            self.calls += len(x)
+        elif self.kept == "new buffer":
+            self.calls = self.calls + len(x)
+        elif self.kept == "argument":
+            x.mul_(2)
+        elif self.kept == "attribute":
+            self.seen = [x.sum(1)]
         return super().forward(x, index)
 
 
-def test_what_is_left_behind_is_told():
-    model = Net(Counting)
-    with pytest.raises(vp.ParallelError, match=r"'routed' \(Counting\): it writes to"):
+KEPT = {
+    "buffer": "it writes to",
+    "new buffer": "it writes to",
+    "argument": "it writes to its arguments",
+    "attribute": "it keeps tensors in attributes",
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_is_left_behind_is_told(kept: str):
+    model = Net(lambda: Counting(kept))
+    calls = model.routed.calls
+    with pytest.raises(vp.ParallelError, match=rf"'routed' \(Counting\): {KEPT[kept]}"):
         check_local_rows(model, batch(), modules="routed")
-    assert model.routed.calls == 0
-    assert "forward" not in vars(model.routed)
+    assert model.routed.calls is calls
+    assert calls == 0
+    assert not {"forward", "seen"} & {*vars(model.routed)}
+
+
+def kept_on_ranks(rank: int, size: int) -> None:
+    where = vp.mesh(dp=2, device_type="cpu")
+    model = vp.parallelize(Net(lambda: Counting("")), where, vp.Plan(local_rows="routed"))
+    # A copy computes on the same mesh, and counts by itself.
+    for one in (model, copy.deepcopy(model)):
+        one(*batch())
+        assert one.routed.number == 1
+    model.routed.kept = "attribute"
+    with pytest.raises(vp.ParallelError, match="it keeps tensors in attributes"):
+        model(*batch())
+
+
+def test_attributes_are_those_of_the_module():
+    simulate(2).run(kept_on_ranks)
 
 
 def test_what_is_of_rows_is_proven():

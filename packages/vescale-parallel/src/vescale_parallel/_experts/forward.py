@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, Partial, Placement, Replicate, Shard, local_map
 
-from vescale_parallel._common.twins import local_twin
+from vescale_parallel._common.twins import local_twin, take_over_attributes
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._experts.empty_experts import empty_result
 from vescale_parallel._experts.exchange import Shares, exchange_tokens
@@ -217,9 +217,21 @@ class ExpertsForward:
 
         if shares is not None:
             return exchange_tokens(compute, hidden, index, weights, shares, self.kind.ordered)
+        inside = local_twin(self.module, own)
         if not len(hidden):
-            return empty_result(hidden, [weights, *own.values()])
-        return run(local_twin(self.module, own), hidden, index, weights)
+            # A row of zeros tells the dtype, which other ranks' rows may be promoted to.
+            with torch.no_grad():
+                rows = [one.new_zeros(1, one.shape[1]) for one in (hidden, index, weights)]
+                row = run(inside, *rows)
+            take_over_attributes(self.module, inside, type(self.module).__name__)
+            return empty_result(hidden, [weights, *own.values()]).to(row.dtype)
+        found = run(inside, hidden, index, weights)
+        take_over_attributes(self.module, inside, type(self.module).__name__)
+        needed = [one for one in (hidden, weights, *own.values()) if one.requires_grad]
+        if needed and torch.is_grad_enabled() and not found.requires_grad:
+            # All choices of these rows were dropped: they take part in backward all the same.
+            found = found + empty_result(found, needed)
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertsForward:
         # Of the copied module, on the same mesh: groups cannot be copied.

@@ -52,6 +52,8 @@ def experts_rows(
         wanted = rules.axes if rule is None else rules.globs[rule]
         kind = kind_of(module)
         draws = [n for n, one in module.named_modules() if _draws(one)]
+        if not wanted and any(True for _ in module.buffers()):
+            continue  # what it writes there may be of all tokens
         if isinstance(kind, str) or draws:
             # Where the plan asks for nothing it stays as it is: gathered, and right.
             if wanted:

@@ -17,7 +17,7 @@ from vescale_comm.nested import map_tensors, named_tensors_within
 from vescale_dtensor import DTensor, Partial, Replicate, untraced
 
 from vescale_parallel._common.messages import listed
-from vescale_parallel._common.twins import local_twin
+from vescale_parallel._common.twins import local_twin, take_over_attributes
 from vescale_parallel._errors import ParallelError
 
 Placements = tuple[Any, ...]
@@ -84,6 +84,8 @@ def call_by_rows(rows: RowsFunction, args: Any, kwargs: Any, mesh: DeviceMesh | 
     for name, value in bound.arguments.items():
         bound.arguments[name] = entry.of(value, shared=name in rows.shared)
     said = rows.function(*bound.args, **bound.kwargs)
+    for module, twin in entry.twins:
+        take_over_attributes(module, twin, rows.name)
     return _left(rows, said, entry, len(first))
 
 
@@ -147,18 +149,22 @@ class _Entry:
         where: placements of the rows.
         own: how many of them this rank has.
         tensors: all that have entered.
+        twins: modules that have, each with what computes in its place.
     """
 
     def __init__(self, mesh: DeviceMesh, where: Placements) -> None:
         self.mesh, self.where, self.own = mesh, where, 0
         self.tensors: list[Tensor] = []
+        self.twins: list[tuple[nn.Module, Any]] = []
 
     def of(self, value: Any, *, shared: bool) -> Any:
         """Return an argument with local tensors; a module computes with them."""
         if not isinstance(value, nn.Module):
             return map_tensors(self._whole if shared else self._by_rows, value)
         parameters = value.named_parameters(remove_duplicate=False)
-        return local_twin(value, {name: self._whole(one) for name, one in parameters})
+        twin = local_twin(value, {name: self._whole(one) for name, one in parameters})
+        self.twins.append((value, twin))
+        return twin
 
     def _by_rows(self, tensor: Tensor) -> Tensor:
         if not tensor.ndim:

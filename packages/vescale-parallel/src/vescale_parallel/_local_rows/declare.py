@@ -29,14 +29,17 @@ def local_rows(
     A rank may have no rows. A parameter that no rank's rows need has a gradient of zeros.
 
     Not for what is of the batch: sums and counts over rows, capacities, statistics of batch norms,
-    experts that choose tokens; nor for what draws random numbers. `check_local_rows` proves it.
+    experts that choose tokens; nor for what draws random numbers, or writes to its arguments or
+    buffers. `check_local_rows` proves it. Numbers that a module counts in attributes are kept;
+    tensors that it keeps there are refused.
 
     Args:
         function: what to declare; None: returns a decorator.
         shared: names of arguments whose tensors are for all rows.
 
     Raises:
-        ParallelError: in a call, on every rank: tensors of different numbers of rows.
+        ParallelError: in a call, on every rank: tensors of different numbers of rows, or kept in
+            attributes.
 
     Examples:
         >>> @local_rows
@@ -80,9 +83,9 @@ class LocalRowsForward(NotPickled):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalRowsForward:
         # Of the copied module, on the same mesh: groups cannot be copied.
-        copied = copy.copy(self)
+        copied = object.__new__(type(self))
         memo[id(self)] = copied
-        copied.module = copy.deepcopy(self.module, memo)
+        vars(copied).update(vars(self), module=copy.deepcopy(self.module, memo))
         return copied
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vescale_comm.nested import map_tensors, named_tensors_within
 from vescale_dtensor import DTensor
 
-from vescale_parallel._common.twins import local_twin
+from vescale_parallel._common.twins import assigned_attributes, local_twin
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._local_rows.call import RowsFunction, is_trained, leading_rows, require_rows
 
@@ -40,7 +40,6 @@ class _Call:
     Attributes:
         rows: the function.
         count: how many rows there are.
-        buffers: of the modules among the arguments.
     """
 
     def __init__(self, rows: RowsFunction, given: inspect.BoundArguments) -> None:
@@ -49,15 +48,24 @@ class _Call:
         self._leaves: Tensors = {}
         self._modules: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
-        self.buffers: Tensors = {}
         for name, value in given.arguments.items():
             if isinstance(value, nn.Module):
                 named = value.named_parameters(remove_duplicate=False)
                 own = {at: self._leaf(f"{name}.{at}", one) for at, one in named}
                 self._modules[name] = local_twin(value, own)
-                self.buffers |= {f"{name}.{at}": one for at, one in value.named_buffers()}
             else:
                 self._values[name] = self._leaves_of(name, value)
+
+    def buffers(self) -> Tensors:
+        """Return those of the modules among the arguments, as they are now."""
+        modules = {name: self._given.arguments[name] for name in self._modules}
+        return {f"{n}.{at}": t for n, one in modules.items() for at, t in one.named_buffers()}
+
+    def put_back(self, name: str, kept: Tensor, values: Tensor) -> None:
+        """Let a buffer be what it was before the call."""
+        argument, _, at = name.partition(".")
+        owner, _, last = at.rpartition(".")
+        self._given.arguments[argument].get_submodule(owner)._buffers[last] = kept.copy_(values)
 
     def _leaves_of(self, name: str, value: Any) -> Any:
         paths = iter(named_tensors_within(value, name))
@@ -82,7 +90,19 @@ class _Call:
                 shared = name in self.rows.shared
                 select = torch.clone if shared else chosen
                 bound.arguments[name] = map_tensors(select, self._values[name])
+        before: Tensors = {}
+        for name in self._values:
+            before |= named_tensors_within(bound.arguments[name], name)
+        versions = {name: one._version for name, one in before.items()}
         said = self.rows.function(*bound.args, **bound.kwargs)
+        written = [name for name, one in before.items() if one._version != versions[name]]
+        if written:
+            raise ParallelError(
+                f"{self.rows.name}: it writes to its arguments {written}: what a rank writes there "
+                "is lost where it got a copy. Return it."
+            )
+        for name, twin in self._modules.items():
+            assigned_attributes(self._given.arguments[name], twin, self.rows.name)
         results = named_tensors_within(said, "result")
         require_rows(self.rows, results, len(which))
         return _RowsResult(
@@ -119,9 +139,10 @@ def require_independent(rows: RowsFunction, given: inspect.BoundArguments) -> No
         raise ParallelError(f"{rows.name}: {call.count} rows have no parts; prove it with more.")
     everything = torch.arange(call.count, device="cpu")
     with torch.enable_grad():
-        buffers, state = {n: t.clone() for n, t in call.buffers.items()}, torch.get_rng_state()
+        buffers, state = call.buffers(), torch.get_rng_state()
+        values = {n: t.clone() for n, t in buffers.items()}
         wanted = call.of(everything)
-        _require_quiet(call, buffers, state)
+        _require_quiet(call, buffers, values, state)
         for cuts in _cuts(call.count):
             parts = [everything[a:b] for a, b in itertools.pairwise(cuts)]
             found = _joined([call.of(part) for part in parts])
@@ -142,11 +163,14 @@ def _joined(parts: Sequence[_RowsResult]) -> _RowsResult:
     return _RowsResult(results, gradients)  # type: ignore[arg-type]
 
 
-def _require_quiet(call: _Call, buffers: Mapping[str, Tensor], state: Tensor) -> None:
+def _require_quiet(
+    call: _Call, buffers: Mapping[str, Tensor], values: Mapping[str, Tensor], state: Tensor
+) -> None:
     """Refuse what one call leaves behind: each rank would leave what its own rows give."""
-    changed = [n for n, t in call.buffers.items() if not torch.equal(t, buffers[n])]
+    now = call.buffers()
+    changed = [n for n, t in buffers.items() if now[n] is not t or not torch.equal(t, values[n])]
     for name in changed:
-        call.buffers[name].copy_(buffers[name])
+        call.put_back(name, buffers[name], values[name])
     if changed:
         raise ParallelError(f"{call.rows.name}: it writes to {changed}, of the rows of all ranks.")
     if not torch.equal(state, torch.get_rng_state()):
