@@ -28,7 +28,7 @@ from vescale_dtensor._capture.guard.places import Origin
 from vescale_dtensor._capture.guard.state_guard import StateGuard
 from vescale_dtensor._capture.nesting import is_alone, is_inside, run_uncompared, running_inside
 from vescale_dtensor._capture.record.outputs import drop_lineage, plan_outputs
-from vescale_dtensor._capture.record.recorder import Recorder
+from vescale_dtensor._capture.record.recorder import Recorder, watch_steps
 from vescale_dtensor._capture.record.refusals import place_of, tell_others
 from vescale_dtensor._capture.replay.comparisons import Comparisons, check_of, why_left_out
 from vescale_dtensor._capture.replay.misses import MOST_PROGRAMS, Misses
@@ -100,6 +100,7 @@ class Captured:
         refused: Refused,
         mesh: DeviceMesh | None,
     ) -> None:
+        watch_steps()
         self._function, self._mesh = function, mesh
         self._refusal: str | None = None
         self._runs_on = refused == "run"

@@ -11,7 +11,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
+from contextvars import ContextVar
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -73,6 +74,25 @@ _GETTER = "__get__"
 _MODES = frozenset({"_set_grad_enabled", "set_grad_enabled"})
 # In C, here and where lists are made in place of generators: a recording asks for every tensor.
 _requires_grad = operator.attrgetter("requires_grad")
+# A context variable, as ranks of a simulation are threads of one process.
+_recording: ContextVar[Recorder | None] = ContextVar("vescale_dtensor_recording", default=None)
+
+
+@cache
+def watch_steps() -> None:
+    """Have recordings refuse steps of optimizers.
+
+    Called when a function is captured: importing the package registers no hooks, and registering
+    one while a step runs its hooks, as another thread may, would be an error there.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Any, *_: Any) -> None:
+    """The hook before every step of any optimizer."""
+    recorder = _recording.get()
+    if recorder is not None:
+        recorder.refuse_step(optimizer)
 _layout, _STRIDED = operator.attrgetter("layout"), frozenset({torch.strided})
 _is_wrapper = type.__subclasscheck__.__get__(DTensor)
 
@@ -108,7 +128,6 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self._runs_on = runs_on
         self.trace = TracedGraph(state.tensors, state.has_met)
-        self._thread = get_ident()
         self.gradients = False
         self.failure: str | None = None
         self.layouts: dict[int, Layout] = {}
@@ -126,7 +145,7 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """The block in which the function runs."""
-        steps = register_optimizer_step_pre_hook(self._refuse_step)
+        token = _recording.set(self)
         try:
             # The snapshot is outermost: wrappers are restored whatever happens.
             with self.trace.snapshot, self, self.regions.recording():
@@ -136,11 +155,11 @@ class Recorder(TorchFunctionMode):
                 raise
             raise CaptureError(self.failure) from error.__cause__
         finally:
-            steps.remove()
+            _recording.reset(token)
 
-    def _refuse_step(self, optimizer: Any, *_: Any) -> None:
-        """Refuse the step of an optimizer: a hook of all of them, in all threads."""
-        if get_ident() != self._thread or (self._runs_on and self.failure is not None):
+    def refuse_step(self, optimizer: Any) -> None:
+        """Refuse the step of an optimizer."""
+        if self._runs_on and self.failure is not None:
             return
         error = refusal(
             f"the step of an optimizer ({type(optimizer).__name__}), of which replays would keep "
