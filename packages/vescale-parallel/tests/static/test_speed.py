@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import simulate
 from vescale_parallel import captured_units, mesh, no_sync, parallelize
 from vescale_parallel._static import speed
@@ -103,3 +104,19 @@ def test_the_sum_over_ranks_decides(
                 assert unit.refusal is None
                 # Two forwards a step, and evaluations; recomputations.
                 assert later >= 2 * STEPS
+
+
+def side_by_side(rank: int, world_size: int) -> str:
+    """Two models on meshes of their own: one is trained for longer than the other."""
+    over = [DeviceMesh("cpu", ranks, mesh_dim_names=("dp",)) for ranks in ([0, 1], [2, 3])]
+    model = parallelize(make(blocks=1), over[rank // 2], plan_for({"dp": 2}, 0), static=True)
+    for seed in range(17 if rank < 2 else 5):
+        model(*batch(seed)).backward()
+    return str(captured_units(model)[0])
+
+
+def test_ranks_of_another_model_have_no_say(times: dict[int, tuple[int, int]]):
+    times.update(SLOWER | {2: (1, 50), 3: (1, 50)})
+    found = simulate(4)(side_by_side)
+    assert all("runs eagerly: its replay takes 55 µs" in one for one in found[:2])
+    assert not any("eagerly" in one for one in found[2:])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import update_wrapper
 from threading import Lock, RLock, get_ident, main_thread
@@ -236,7 +236,8 @@ class Captured:
         self._thread = self._thread or get_ident()
         counted = not alone and get_ident() == self._thread
         self._made += counted
-        due = counted and self._made >= self._compared.following and self._is_due()
+        due = counted and self._made >= self._compared.following
+        due = due and self._compared.is_due(self._made, self._layouts)
         if observers or dispatch_modes() or jit_traces() or function_modes() or in_transform():
             if due:
                 agreed(self._layouts, False)
@@ -266,16 +267,6 @@ class Captured:
             return self._compared.run(program, call, locals_, self._layouts or ())
         return program.replay(call.flat, locals_)
 
-    def _is_due(self) -> bool:
-        return self._compared.is_due(self._made, self._layouts)
-
-    @contextmanager
-    def _noting_layouts(self) -> Iterator[None]:
-        """Note on which meshes the first call works."""
-        with SeenLayouts() as seen:
-            yield
-        self._layouts = in_order(seen.found)
-
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: bool = True) -> Any:
         """Run the function itself, where other ranks may replay: leave no trace that they miss.
 
@@ -284,8 +275,9 @@ class Captured:
         if not self._started and self._begins():
             # What the first call executes is compared over ranks, also where some of them record
             # it: then captured functions that it calls just run.
-            with running_inside(), self._noting_layouts():
+            with running_inside(), SeenLayouts() as seen:
                 outputs = self._function(*args, **kwargs)
+            self._layouts = in_order(seen.found)
         else:
             outputs = run_uncompared(self._function, args, kwargs, inside)
         drop_lineage(outputs, (*args, *kwargs.values()))

@@ -127,7 +127,7 @@ def parallelize(
     if isinstance(where, StagePlacements):
         scene = install_stages(model, here, mesh, where, as_zero(plan.zero).prefetch)
     if scene is None:
-        _install_whole_forwards(model, static, check)
+        _install_whole_forwards(model, mesh, static, check)
     # Around what is captured: a recomputation then replays it, too.
     _install_checkpoint(model, where.mesh, here)
     if static and scene is not None:
@@ -141,12 +141,14 @@ def parallelize(
     return model
 
 
-def _install_whole_forwards(model: nn.Module, static: bool, check: bool | str | None) -> None:
+def _install_whole_forwards(
+    model: nn.Module, mesh: DeviceMesh, static: bool, check: bool | str | None
+) -> None:
     """Let forwards be captured, or found by `torch.compile`."""
     if static:
-        install_static(model, check)
+        install_static(model, mesh, check)
     else:
-        install_compile_entries(model, check)
+        install_compile_entries(model, mesh, check)
 
 
 def _placements(mesh: DeviceMesh, report: Report) -> StoredPlacements | StagePlacements:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import ReplayCheck, untraced
 
 from vescale_parallel._common.pickle_refusal import NotPickled
@@ -54,6 +55,8 @@ class CompileEntry(NotPickled):
         module: nn.Module,
         forward: Callable[..., Any],
         units: Sequence[Unit],
+        mesh: DeviceMesh | None,
+        *,
         captures: bool,
         check: ReplayCheck | None,
     ) -> None:
@@ -62,7 +65,7 @@ class CompileEntry(NotPickled):
         self.name, self.module, self.forward = name, module, forward
         self.captures, self.together = captures, tuple[CompileEntry, ...]()
         self.check = check
-        self._units, self._told = tuple(units), False
+        self._units, self._mesh, self._told = tuple(units), mesh, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute."""
@@ -85,8 +88,9 @@ class CompileEntry(NotPickled):
         """Capture the forward, if it may be and has not been yet."""
         if not self.captures or isinstance(self.forward, StaticForward):
             return
-        how = self.check
-        self.forward = static_forward(self.name, self.module, self.forward, self._units, check=how)
+        self.forward = static_forward(
+            self.name, self.module, self.forward, self._units, self._mesh, check=self.check
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompileEntry:
         """That of a copied module."""
@@ -94,6 +98,7 @@ class CompileEntry(NotPickled):
         memo[id(self)] = made  # first: its module and its units lead back here
         module, units = deepcopy(self.module, memo), deepcopy(self._units, memo)
         forward = deepcopy(self.forward, memo)  # a method is bound to the copy
-        CompileEntry.__init__(made, self.name, module, forward, units, self.captures, self.check)
+        how: Any = {"captures": self.captures, "check": self.check}
+        CompileEntry.__init__(made, self.name, module, forward, units, self._mesh, **how)
         made.together = deepcopy(self.together, memo)
         return made

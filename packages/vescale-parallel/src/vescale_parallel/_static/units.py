@@ -57,7 +57,7 @@ class CapturedUnit:
         return what if self.uncompared is None else f"{what}; not compared: {self.uncompared}"
 
 
-def install_static(model: nn.Module, check: bool | str | None) -> None:
+def install_static(model: nn.Module, mesh: DeviceMesh, check: bool | str | None) -> None:
     """Capture the forwards of a parallelised model: of its units of ZeRO, or of model and blocks.
 
     Without ZeRO the model is captured as a whole. Where that is refused, its repeated blocks are
@@ -65,6 +65,7 @@ def install_static(model: nn.Module, check: bool | str | None) -> None:
 
     Args:
         model: the model.
+        mesh: the ranks that have it: others may have another model, or none.
         check: which replays are compared with the forwards, see `parallelize`.
     """
     train_without_caches(model)
@@ -75,7 +76,7 @@ def install_static(model: nn.Module, check: bool | str | None) -> None:
         module = model.get_submodule(name)
         # As an attribute of the instance, which is what `nn.Module.__call__` finds first.
         how = unit_check(check, turn)
-        module.forward = static_forward(name, module, module.forward, units, check=how)
+        module.forward = static_forward(name, module, module.forward, units, mesh, check=how)
 
 
 def install_static_blocks(
@@ -131,14 +132,15 @@ def finish_static_blocks(
 
 def tell_compilers(model: nn.Module) -> None:
     """Let `torch.compile` of a model in stages run it as it is, and say so."""
-    model.forward = CompileEntry(ROOT, model, model.forward, (), captures=False, check=None)
+    model.forward = CompileEntry(ROOT, model, model.forward, (), None, captures=False, check=None)
 
 
-def install_compile_entries(model: nn.Module, check: bool | str | None) -> None:
+def install_compile_entries(model: nn.Module, mesh: DeviceMesh, check: bool | str | None) -> None:
     """Let `torch.compile` of a parallelised model, or of a block, capture instead of tracing it.
 
     Args:
         model: the model.
+        mesh: the ranks that have it.
         check: which replays are compared with the forwards, see `parallelize`.
     """
     units, names = _units_of(model)
@@ -146,7 +148,8 @@ def install_compile_entries(model: nn.Module, check: bool | str | None) -> None:
     for turn, name in enumerate(names):
         module = model.get_submodule(name)
         may = not (units and _holds_any(name, names))
-        entry = CompileEntry(name, module, module.forward, units, may, unit_check(check, turn))
+        how = unit_check(check, turn)
+        entry = CompileEntry(name, module, module.forward, units, mesh, captures=may, check=how)
         module.forward = entry
         entries.append(entry)
     # The first is the model itself.
