@@ -50,7 +50,7 @@ def test_one_import_warns_once(tmp_path):
         "import torch\n"
         "torch.__version__ = '9.1.0'\n"
         "import vescale_comm, vescale_rng, vescale_rng.init\n"  # two packages on one line
-        "vescale_rng.position()\n"
+        "vescale_rng.streams.position()\n"
     )
     command = [sys.executable, "-W", "default::UserWarning", str(script)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stderr

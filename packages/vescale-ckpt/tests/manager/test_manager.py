@@ -141,7 +141,7 @@ def damage(checkpoint, what):
 
 OTHER_RUN = """
 import sys, torch, vescale_ckpt as ckpt
-ckpt._storage.hold._PATIENCE = 0.1
+ckpt._storage.directory_lock._PATIENCE = 0.1
 manager = ckpt.CheckpointManager(sys.argv[1])
 try:
     manager.save(9, {"w": torch.ones(3), "step": 9})

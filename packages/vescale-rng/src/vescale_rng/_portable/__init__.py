@@ -10,7 +10,7 @@ Reading guide:
     arrays: what a map needs of an array library; numpy_arrays (CPU) and torch_arrays (any device)
         provide it, Philox included; philox_rounds has its constants.
     launch, triton_kernel: the same maps as a Triton kernel.
-    sampling, truncated: draws that are no distribution of one tensor.
+    sampling, truncated_normal: draws that are no distribution of one tensor.
 
 The bits are the same everywhere because every operation on the way is exact or correctly rounded
 by IEEE 754: integers, conversions, +, -, *, /, sqrt. No library's log, exp, sin or cos is called,
