@@ -93,6 +93,8 @@ def _before_step(optimizer: Any, *_: Any) -> None:
     recorder = _recording.get()
     if recorder is not None:
         recorder.refuse_step(optimizer)
+
+
 _layout, _STRIDED = operator.attrgetter("layout"), frozenset({torch.strided})
 _is_wrapper = type.__subclasscheck__.__get__(DTensor)
 
