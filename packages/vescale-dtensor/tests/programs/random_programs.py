@@ -282,6 +282,9 @@ class _Drawing:
         # Not after writes to views of which ranks may have nothing: docs/limits.md.
         if any("no_grad" in line or "fill_diagonal_" in line for line in self.lines):
             wanted = min(wanted, LEVELS[1], key=LEVELS.index)
+        # Torch's second derivative of `embedding` leaves `scale_grad_by_freq` out.
+        if any("case('lookup" in line for line in self.lines):
+            wanted = min(wanted, LEVELS[1], key=LEVELS.index)
         found = []
         for side, leaves in zip(self.sides, self.leaves, strict=True):
             named = [leaves[each.name] for each in self.inputs if each.wants]
