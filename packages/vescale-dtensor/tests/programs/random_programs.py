@@ -263,6 +263,9 @@ class _Drawing:
         keeps = self.chosen.random() < 0.15
         if overwrites_its_source(text, self.sides[0]):
             return
+        # Of no dims, `mT` is the tensor itself on one device only: docs/limits.md.
+        if text.endswith(".mT") and not line.pool[NAME.findall(text)[-1]].ndim:
+            return
         errors = [run_line(text, side) for side in self.sides]
         if errors[0] is not None or errors[1] is not None:
             # In half of a line there is nothing that could be taken back.
