@@ -54,6 +54,9 @@ FOUND = {
     "one of several views is transposed": ((2,), (6, 2), "[Shard(0)]", WANTED, [
         "x1 = x0.triu(1)", "x2 = x1.chunk(2, 1)[-1]", "x2.t_()",
         "x3 = x1.unbind(1)[0].view((2, 3))", "x3.unsqueeze_(0)", "x4 = x1 * 2", "x4.t_()"]),
+    "a dim behind flat ones is repeated": (
+        (2,), (4, 5, 6), "[RaggedShard((0, 1), (1, 1))]", WANTED, [
+        "x1 = x0.repeat_interleave(2, 2)", "x2 = x0.repeat_interleave(1, 2)"]),
     "an expanded tensor is copied into itself": ((2,), (1, 4), "[Shard(1)]", PLAIN, [
         "x1 = x0.expand((3, 4))", "x1.copy_(x1)", "x2 = x1 * x1"]),
     "a view is written of which one rank has nothing": ((3,), (7, 1, 4), "[Shard(2)]", WANTED, [

@@ -16,6 +16,7 @@ from torch import Tensor
 from vescale_dtensor._layout.layout import Layout, Order, Shape
 from vescale_dtensor._layout.placement_base import Placement, Sharded
 from vescale_dtensor._layout.placements import Replicate, Shard, is_flat
+from vescale_dtensor._layout.shard_geometry import dim_groups
 from vescale_dtensor._layout.spec import order_of
 from vescale_dtensor._ops.common.functions import entries, functions
 from vescale_dtensor._ops.common.letters import no_letters
@@ -370,7 +371,14 @@ def _repeat_interleave(call: OpCall) -> Strategy | None:
     result = tuple(n * repeats if d == dim else n for d, n in enumerate(shape))
     replicated = AxisStrategy((Replicate(),), (Replicate(),))
     candidates = fixed_candidates(layout, after, 1)
-    return Strategy((replicated,), axis_candidates=candidates, shapes=(result,))
+
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+        # Dims that a flat shard shards together are one dim of the local tensor.
+        groups = dim_groups(context.input_layout(0).placements, len(shape))
+        place = next(i for i, group in enumerate(groups) if dim in group)
+        return args[0].repeat_interleave(repeats, place)  # type: ignore[no-any-return]
+
+    return Strategy((replicated,), axis_candidates=candidates, shapes=(result,), local=local)
 
 
 _READS = Reads.NUMBERS | Reads.SHAPES
