@@ -68,6 +68,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda r: r._replace(chosen=r.chosen[:, :0], weights=r.weights[:, :0]),
         "each token has at least one",
     ),
+    "weights of all experts": (  # which would be broadcast, and summed, where each token has one
+        lambda r: r._replace(chosen=r.chosen[:, :1], weights=torch.ones(len(r.weights), 6)),
+        "one weight for each choice",
+    ),
     "choices that are no integers": (
         lambda r: r._replace(chosen=r.chosen.float()),
         "the experts that tokens chose",

@@ -125,6 +125,11 @@ class ExpertsForward:
                 f"{name} was called with {tokens} tokens, and choices and weights of shapes "
                 f"{counts[0]} and {counts[1]}: each token has at least one of both."
             )
+        if self.shares is not None and counts[0] != counts[1]:
+            raise ParallelError(
+                f"{name} was called with choices and weights of shapes {counts[0]} and {counts[1]}: "
+                "experts that a plan shards take one weight for each choice of a token."
+            )
         if not self.kind.up:
             return  # how its products lie is not known here
         stack, outputs = self.kind.up[0]
