@@ -52,6 +52,22 @@ def a_slice_of_an_argument_is_written(wrap):
 
 
 @case
+def a_copy_is_returned_beside_its_source(wrap):
+    def both(x):
+        y = x * 2
+        return y, y.clone()
+
+    function = wrap(both)
+
+    def call(step):
+        source, copy = function(spread(data(5, 6, seed=step), Shard(0)))
+        source.add_(1)
+        return source, copy
+
+    return call
+
+
+@case
 def an_argument_gets_a_history(wrap):
     weight = spread(data(6), grad=True)
     function = wrap(lambda x: x.mul_(weight))
