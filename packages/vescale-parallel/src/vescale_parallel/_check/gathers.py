@@ -1,4 +1,4 @@
-"""What does not scale: activations that operators of the first forward gathered over the batch.
+"""Describes activations that the first forward gathered over the batch: these do not scale.
 
 From there on every rank computes the same. Which operator does so is known when it runs, so the
 first forward is watched: each redistribution that nobody asked for, with the module and the line.

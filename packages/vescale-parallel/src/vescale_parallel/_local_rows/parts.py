@@ -1,4 +1,4 @@
-"""Whether rows are independent in one call: the whole and its parts, compared.
+"""Checks that rows are independent in one call: compares the whole with its parts.
 
 The parts are those that ranks could have: of unequal sizes, one without rows; and all rows in the
 reverse order.

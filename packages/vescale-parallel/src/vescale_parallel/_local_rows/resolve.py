@@ -1,4 +1,4 @@
-"""Which modules compute on each rank's own rows: globs of a plan and a model, and what is wrong."""
+"""Resolves which modules compute on each rank's own rows, or says what is wrong."""
 
 from __future__ import annotations
 

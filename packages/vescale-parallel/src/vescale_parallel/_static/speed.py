@@ -1,4 +1,4 @@
-"""Whether replays of a unit are faster than its forward: decided once, alike on all of its ranks.
+"""Measures whether replays of a unit are faster than its forward, and decides once for all ranks.
 
 Guards cost time at every call, and what they cost depends on the model. So of the calls FIRST to
 LAST that train, every other one runs the forward as it is, and both kinds are timed. At the last

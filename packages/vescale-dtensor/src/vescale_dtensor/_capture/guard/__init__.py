@@ -1,4 +1,4 @@
-"""What a program depends on: found before the function runs, and compared at every call.
+"""Finds what a program depends on before the function runs, and compares it at every call.
 
 In comes a call; out goes whether a program stands for it, and if not, what differs, in words.
 

@@ -1,4 +1,4 @@
-"""When one Python value may stand for another: by identity, or as equal constants of one type."""
+"""Decides when one Python value may stand for another: by identity, or as equal constants."""
 
 from __future__ import annotations
 

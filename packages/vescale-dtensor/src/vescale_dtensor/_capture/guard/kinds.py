@@ -1,4 +1,4 @@
-"""What sort of thing a Python object is to a recording: how its state is found and guarded."""
+"""Sorts Python objects by how a recording finds and guards their state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How code reaches what it reads, and what of tensors is no state of the user's."""
+"""Finds how code reaches what it reads, and which state of tensors is not the user's."""
 
 from __future__ import annotations
 

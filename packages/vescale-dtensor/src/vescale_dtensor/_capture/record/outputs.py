@@ -1,4 +1,4 @@
-"""What a replay returns: how each output is rebuilt from the program's results and the call.
+"""Rebuilds what a replay returns from the program's results and the call.
 
 An output that was an argument or existed before is that very object again. A new DTensor gets a new
 wrapper with the aliases that the program made, so that later uses share the reduction of its

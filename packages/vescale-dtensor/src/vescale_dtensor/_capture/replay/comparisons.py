@@ -1,4 +1,4 @@
-"""Which calls of one captured function are compared with the function, and what is left out."""
+"""Chooses the calls of a captured function that are compared, and says what is left out."""
 
 from __future__ import annotations
 

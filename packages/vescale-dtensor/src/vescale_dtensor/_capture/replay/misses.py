@@ -1,4 +1,4 @@
-"""What calls that no program stands for cost: how often to record, and what to tell the user.
+"""Weighs calls that no program fits: how often to record, and what to warn the user of.
 
 A recording takes about ten times as long as the call itself, so it has to be earned. The first
 kind of call is recorded as it comes, a second one once it comes again or something was replayed,
