@@ -16,7 +16,7 @@ from vescale_parallel._graph.machine import Machine
 from vescale_parallel._notation.arguments import unknown_arguments
 from vescale_parallel._notation.glob import expand_braces, matches
 from vescale_parallel._notation.layout import parse_layout
-from vescale_parallel._plan.declared import model_of
+from vescale_parallel._plan.declared_layout import model_of
 
 SCHEDULES = {
     "far microbatch": ("0F0,0F3000000000", "microbatch 3000000000"),

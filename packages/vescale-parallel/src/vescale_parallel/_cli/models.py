@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vescale_parallel._errors import PlanError
-from vescale_parallel._plan.declared import model_of
+from vescale_parallel._plan.declared_layout import model_of
 from vescale_parallel._plan.plan import Plan
 from vescale_parallel._untrusted import read_small
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from vescale_parallel._errors import PlanError
 from vescale_parallel._plan.by_shape import roles_by_shape, vocabulary_roles
-from vescale_parallel._plan.declared import (
+from vescale_parallel._plan.declared_layout import (
     declared_blocks,
     declared_blocks_of_heads,
     declared_roles,
