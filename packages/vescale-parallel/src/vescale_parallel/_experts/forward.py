@@ -127,8 +127,8 @@ class ExpertsForward:
             )
         if self.shares is not None and counts[0] != counts[1]:
             raise ParallelError(
-                f"{name} was called with choices and weights of shapes {counts[0]} and {counts[1]}: "
-                "experts that a plan shards take one weight for each choice of a token."
+                f"{name} was called with choices and weights of shapes {counts[0]} and "
+                f"{counts[1]}: experts that a plan shards take one weight for each choice."
             )
         if not self.kind.up:
             return  # how its products lie is not known here

@@ -6,7 +6,7 @@ Top to bottom (imports point down); all but `plan` take and give plain data:
 - `fields`: its fields that have fields of their own, `Zero`, `Pipeline` and `Invariant`.
 - `search`: layouts side by side by the cost model.
 - `presets`: what `Plan.from_hf`, `for_decoder`, `for_encoder` and `for_vit` say of a model.
-- `declared_layout`: the layout that a Hugging Face configuration declares; `styles`: its vocabulary.
+- `declared_layout`: the layout that a Hugging Face configuration declares; `styles`: its words.
 - `by_shape`: roles of the layers of models that declare nothing, by their names and shapes.
 - `sequence`: where activations change between sharded features and sharded sequences.
 - `layers`: modules and parameters as all of these see them, and the roles that they may have.
